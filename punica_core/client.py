@@ -1,0 +1,167 @@
+"""How a front end reaches an engine: `EngineClient` is the seam, `WorkerClient` the worker process behind a socket.
+
+The seam is small so that it can be a worker process, an in-process fake in tests, or a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from punica_core import protocol
+from punica_core.config import EngineConfig, EngineLayout
+from punica_core.errors import ConfigError, PunicaError, WorkerLost, from_wire
+
+
+class EngineClient(Protocol):
+    """One life of an engine: `start`, then submit and cancel, until `stop` or until it is lost.
+
+    Handlers are called on the event loop, never re-entrantly from submit or cancel.
+    """
+
+    def set_handlers(self, on_event: Callable[[protocol.Event], None], on_lost: Callable[[PunicaError], None]) -> None:
+        """on_event gets every event after Ready; on_lost is called once if the engine dies other than by `stop`."""
+
+    async def start(self, config: EngineConfig, on_progress: Callable[[protocol.Progress], None]) -> EngineLayout:
+        """Start the engine and wait until it takes commands. Raises ConfigError or WorkerLost."""
+
+    def submit(self, sequences: Sequence[protocol.NewSequence]) -> None:
+        """Hand over sequences in one message."""
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """End these sequences; each still gets its terminal output."""
+
+    async def stop(self) -> None:
+        """Stop the engine and wait for its end. Idempotent; also after a loss."""
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The body of the next frame. Raises IncompleteReadError at EOF, ValueError for an oversized frame."""
+    size = int.from_bytes(await reader.readexactly(4), "little")
+    if size > protocol.MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {size} bytes; at most {protocol.MAX_FRAME_BYTES} are allowed")
+    return await reader.readexactly(size)
+
+
+class WorkerClient:
+    """Runs `python -m punica_core.worker` on the other end of a socket pair.
+
+    The pair has no name in the file system, and each side sees EOF the moment the other dies: a dead worker is
+    noticed at once, and a worker whose front end is gone ends itself.
+    """
+
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "punica_core.worker")) -> None:
+        self._command = tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._on_event: Callable[[protocol.Event], None] = lambda event: None
+        self._on_lost: Callable[[PunicaError], None] = lambda error: None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, None before start."""
+        return self._process.pid if self._process else None
+
+    def set_handlers(self, on_event: Callable[[protocol.Event], None], on_lost: Callable[[PunicaError], None]) -> None:
+        self._on_event, self._on_lost = on_event, on_lost
+
+    async def start(self, config: EngineConfig, on_progress: Callable[[protocol.Progress], None]) -> EngineLayout:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._send(protocol.Configure(config))
+        layout = await self._handshake(reader, on_progress)
+        self._pump = asyncio.create_task(self._pump_events(reader), name="worker-events")
+        return layout
+
+    async def _handshake(
+        self, reader: asyncio.StreamReader, on_progress: Callable[[protocol.Progress], None]
+    ) -> EngineLayout:
+        while True:
+            try:
+                event = protocol.decode_event(await read_frame(reader))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise WorkerLost(f"The worker ended during start ({await self._exit_text()}); see its log.") from None
+            match event:
+                case protocol.Progress():
+                    on_progress(event)
+                case protocol.Ready(layout=layout, version=version):
+                    if version != protocol.PROTOCOL_VERSION:
+                        raise ConfigError(
+                            f"The worker speaks protocol {version}, this front end {protocol.PROTOCOL_VERSION}: "
+                            "they come from different installations."
+                        )
+                    return layout
+                case protocol.Fatal(code=code, message=message):
+                    raise from_wire(code, message)
+                case _:
+                    raise WorkerLost(f"The worker sent {type(event).__name__} before it was ready.")
+
+    async def _pump_events(self, reader: asyncio.StreamReader) -> None:
+        error: PunicaError | None = None
+        try:
+            while True:
+                event = protocol.decode_event(await read_frame(reader))
+                if isinstance(event, protocol.Fatal):
+                    error = from_wire(event.code, event.message)
+                self._on_event(event)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        if not self._stopping:
+            detail = f": {error.message}" if error else ""
+            self._on_lost(WorkerLost(f"The worker process ended ({await self._exit_text()}){detail}"))
+
+    async def _exit_text(self) -> str:
+        if self._process is None:
+            return "not started"
+        code = await self._process.wait()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _send(self, command: protocol.Command) -> None:
+        if self._writer is None or self._writer.is_closing():
+            return  # the worker is gone: on_lost has ended, or will end, every sequence
+        self._writer.write(protocol.encode(command))
+
+    def submit(self, sequences: Sequence[protocol.NewSequence]) -> None:
+        self._send(protocol.Submit(list(sequences)))
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        self._send(protocol.Cancel(list(request_ids)))
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._send(protocol.Shutdown())
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+        if self._process is not None and self._process.returncode is None:
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout=5.0)
+            except TimeoutError:
+                self.kill()
+                await self._process.wait()
+        if self._pump is not None:
+            await asyncio.gather(self._pump, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Kill the worker process now (a stalled worker cannot be asked); `on_lost` follows."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, 9)

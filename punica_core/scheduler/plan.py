@@ -1,0 +1,105 @@
+"""The values a step is made of: what the scheduler decided, what the runner produced, why something must wait.
+
+plan = scheduler.schedule(now)            pure: decides
+result = runner.execute(plan)             torch: executes, changes no policy state
+outputs = scheduler.update(plan, result, now)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from punica_core.protocol import AdapterRef, TokenLogprobs
+    from punica_core.scheduler.sequence import Sequence
+
+BASE_SLOT = -1
+"""Slot of rows without an adapter."""
+
+
+class SkipReason(enum.StrEnum):
+    """Why a waiting sequence did not run in a step; also a metric label."""
+
+    NO_TOKENS = "no_tokens"
+    NO_SEATS = "no_seats"
+    NO_BLOCKS = "no_blocks"
+    ADAPTER_LOADING = "adapter_loading"
+    ADAPTER_NO_ROOM = "adapter_no_room"
+    TENANT_LIMIT = "tenant_limit"
+    GRAMMAR_COMPILING = "grammar_compiling"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGrant:
+    """A pinned, resident adapter: it stays in `slot` until released.
+
+    adapter_key: digest of the content, the identity used by the prefix cache.
+    """
+
+    slot: int
+    adapter_key: str
+
+
+class Residency(Protocol):
+    """What the scheduler may ask of the adapter cache. None of these block."""
+
+    def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
+        """Pin the adapter if it is resident. Otherwise start (or continue) bringing it in and say why not yet:
+        ADAPTER_LOADING, or ADAPTER_NO_ROOM when pinned adapters hold all the bytes."""
+
+    def release(self, ref: AdapterRef) -> None:
+        """Undo one successful `acquire`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One sequence's part of a step: compute tokens [start, start + count) of it.
+
+    sequence: read only; `sequence.token_ids[start:start + count]` are the inputs.
+    block_table: ids of the KV blocks that cover tokens [0, start + count).
+    slot: row of the adapter in the device tables, BASE_SLOT for the base model.
+    samples: these tokens reach the end of the sequence, so a next token is to be sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    block_table: tuple[int, ...]
+    slot: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Rows in order of slot, so that the rows of one adapter are adjacent. An empty plan means nothing can run."""
+
+    rows: tuple[RowPlan, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of a sequence; logprobs if it asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What executing a plan produced, by request_id.
+
+    sampled: one entry for every row with `samples` (and max_tokens > 0).
+    prompt_logprobs: for rows whose sequence asked for them, entries for the prompt positions of this chunk: entry i
+    belongs to position start + 1 + i and exists while that position is inside the prompt.
+    failed: rows whose numbers are unusable (non-finite logits): message by request_id; they end with an error.
+    """
+
+    sampled: dict[int, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)

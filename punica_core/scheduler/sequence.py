@@ -1,0 +1,66 @@
+"""A sequence: what the scheduler runs for one `NewSequence`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from punica_core.protocol import NewSequence, SamplingParams, TokenLogprobs
+from punica_core.scheduler.plan import BASE_SLOT, AdapterGrant
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned and mutated by the Scheduler alone; everyone else reads.
+
+    token_ids: the prompt, then every generated token; num_computed of them have KV in `block_table`.
+    Prefill and decode are descriptions, not phases: num_computed < num_prompt, or one token behind the end.
+    """
+
+    request: NewSequence
+    arrival: float
+    token_ids: list[int]
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    grant: AdapterGrant | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: NewSequence, now: float) -> Sequence:
+        return cls(request=request, arrival=now, token_ids=list(request.prompt_ids))
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def slot(self) -> int:
+        return self.grant.slot if self.grant else BASE_SLOT
+
+    @property
+    def adapter_key(self) -> str:
+        return self.grant.adapter_key if self.grant else ""
