@@ -1,0 +1,59 @@
+# Every verb a developer or CI needs. `make serve` and `make test` work from nothing on a fresh machine.
+
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do command -v $$p && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+MODEL  ?=
+ADAPTERS ?=
+ARGS   ?=
+
+.PHONY: serve test check fmt unit parity kernels clean help
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
+
+serve: $(VENV)/.serve  ## set up if needed, then serve (PORT=, MODEL=, ADAPTERS=, HOST=, ARGS="--more flags")
+	@exec $(BIN)/punica serve --host $(HOST) --port $(PORT) \
+	    $(if $(MODEL),--model "$(MODEL)") $(if $(ADAPTERS),--adapters "$(ADAPTERS)") $(ARGS)
+
+test: check unit ## set up if needed, then run every check and test
+
+check: $(VENV)/.dev    ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev     ## the tests (PYTEST="-k name" to choose)
+	$(BIN)/python -m pytest $(PYTEST)
+
+parity: $(VENV)/.dev   ## every demo prompt × every adapter against PEFT, on the real demo model (minutes)
+	$(BIN)/python -m pytest -m slow --timeout 3600 tests/parity $(PYTEST)
+
+kernels: $(VENV)/.dev  ## compile the CUDA kernels for every known architecture (needs nvcc, no GPU)
+	$(BIN)/python -m punica_core.ops.build
+
+fmt: $(VENV)/.dev      ## format the code
+	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format .
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and none was found: install it, or name it: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is $$($(PYTHON) --version); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Could not create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing the tested versions of what Punica needs (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing the tested versions of what Punica and its tests need ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.serve
