@@ -1,0 +1,40 @@
+"""Rules of the code base that a machine can check."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 400
+
+
+def python_files() -> list[Path]:
+    roots = ("app", "punica_core", "tests", "load_tests", "examples")
+    return sorted(path for root in roots for path in (ROOT / root).rglob("*.py"))
+
+
+def kernel_files() -> list[Path]:
+    return sorted(path for kind in ("*.cuh", "*.cu", "*.h", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in [*python_files(), *kernel_files()]}
+    assert lengths
+    too_long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_LINES}
+    assert not too_long, "a file that long is usually two rooms"
+
+
+@pytest.mark.parametrize("module", ["app.cli", "app.main", "punica_core", "punica_core.client"])
+def test_the_front_end_imports_neither_torch_nor_transformers(module: str) -> None:
+    program = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'peft'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_the_binding_sees_torch() -> None:
+    seeing = {path.name for path in kernel_files() if "torch/" in path.read_text()}
+    assert seeing <= {"bindings.cpp"}
