@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from punica_core.protocol import NewSequence, SamplingParams, TokenLogprobs
+from punica_core.kv.prefix_cache import PrefixChain
+from punica_core.protocol import AdapterRef, NewSequence, SamplingParams, TokenLogprobs
 from punica_core.scheduler.plan import BASE_SLOT, AdapterGrant
 
 
@@ -21,6 +22,12 @@ class Sequence:
 
     token_ids: the prompt, then every generated token; num_computed of them have KV in `block_table`.
     Prefill and decode are descriptions, not phases: num_computed < num_prompt, or one token behind the end.
+
+    serial: place in the order of arrival; a lower one is older.
+    in_flight: the step that executes now uses its blocks and its adapter, so they stay held until `update` even if
+    it ends before. admissions: how often it was started; more than once after a preemption.
+    no_room_since: when its adapter was first found to have no room, while that lasts.
+    chain: which of its blocks are published in the prefix cache.
     """
 
     request: NewSequence
@@ -32,6 +39,11 @@ class Sequence:
     grant: AdapterGrant | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    serial: int = 0
+    in_flight: bool = False
+    admissions: int = 0
+    no_room_since: float | None = None
+    chain: PrefixChain | None = None
 
     @classmethod
     def of(cls, request: NewSequence, now: float) -> Sequence:
@@ -40,6 +52,10 @@ class Sequence:
     @property
     def request_id(self) -> int:
         return self.request.request_id
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        return self.request.adapter
 
     @property
     def sampling(self) -> SamplingParams:

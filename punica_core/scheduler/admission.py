@@ -1,0 +1,38 @@
+"""What one pass over the waiting sequences carries along, and who makes way for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from punica_core.protocol import AdapterRef
+from punica_core.scheduler.plan import SkipReason
+from punica_core.scheduler.sequence import Sequence
+from punica_core.scheduler.step_builder import StepBuilder
+
+
+@dataclass(slots=True)
+class AdmissionPass:
+    """State of one pass.
+
+    refused: adapters that were asked for in this pass in vain. room_kept_for: once set, no other adapter is pinned
+    in the rest of the pass.
+    """
+
+    step: StepBuilder
+    now: float
+    refused: dict[AdapterRef, SkipReason] = field(default_factory=dict)
+    room_kept_for: AdapterRef | None = None
+
+
+def yielding_groups(running: Iterable[Sequence], serial: int) -> list[list[Sequence]]:
+    """Running sequences by adapter, for the adapters that only sequences newer than `serial` use.
+
+    Ending a whole group unpins its adapter. The group that loses least computed work comes first.
+    """
+    users: dict[AdapterRef, list[Sequence]] = {}
+    for sequence in running:
+        if sequence.adapter is not None:
+            users.setdefault(sequence.adapter, []).append(sequence)
+    newer = [group for group in users.values() if all(sequence.serial > serial for sequence in group)]
+    return sorted(newer, key=lambda group: sum(sequence.num_computed for sequence in group))

@@ -1,0 +1,21 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the scheduler was made.
+
+    decode_tokens: tokens computed by steps of one token behind the prompt; prefill_tokens: all others, recomputed
+    ones included. prefix_query_tokens and prefix_hit_tokens: prompt tokens looked up and found, once a sequence.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0

@@ -1,0 +1,80 @@
+"""When a sequence ends, and what its outputs say. Pure functions of a sequence."""
+
+from __future__ import annotations
+
+from punica_core.errors import ContextLengthExceeded, InvalidRequest, PunicaError, to_wire
+from punica_core.protocol import FinishReason, NewSequence, SequenceOutput
+from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.plan import SampledToken
+from punica_core.scheduler.sequence import Sequence
+
+
+def refusal(request: NewSequence, limits: SchedulerLimits, num_blocks: int) -> PunicaError | None:
+    """Why this request can never be served, or None. The front end checks earlier and says more."""
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        return InvalidRequest("The prompt has no tokens; it needs at least one.", param="prompt")
+    if num_prompt + max_tokens > limits.max_model_len:
+        return ContextLengthExceeded(
+            f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they must not exceed "
+            f"max_model_len, {limits.max_model_len}. Shorten the prompt or lower max_tokens."
+        )
+    # The last token is never an input, so it needs no KV.
+    num_needed = -(-(num_prompt + max(max_tokens - 1, 0)) // limits.block_size)
+    if num_needed > num_blocks:
+        return ContextLengthExceeded(
+            f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they need {num_needed} KV "
+            f"blocks and the worker has {num_blocks}. Shorten the prompt, lower max_tokens, or raise kv_tokens."
+        )
+    return None
+
+
+def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason | None:
+    """Whether the newest token of `sequence` ended it."""
+    sampling = sequence.sampling
+    token_id = sequence.token_ids[-1]
+    if sequence.num_generated > sampling.min_tokens:
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in limits.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+    if sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= limits.max_model_len:
+        return FinishReason.LENGTH
+    return None
+
+
+def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> SequenceOutput:
+    """The output for the token that was just appended to `sequence`."""
+    first = sequence.num_generated == 1
+    return SequenceOutput(
+        request_id=sequence.request_id,
+        token_ids=[sampled.token_id],
+        finish_reason=finish,
+        logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
+        prompt_logprobs=sequence.prompt_logprobs if first and wants_prompt_logprobs(sequence) else None,
+        stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
+        cached_tokens=sequence.cached_tokens if first else 0,
+        adapter_key=sequence.adapter_key if first else "",
+    )
+
+
+def prompt_output(sequence: Sequence) -> SequenceOutput:
+    """The only output of a sequence that generates nothing (max_tokens is 0)."""
+    return SequenceOutput(
+        request_id=sequence.request_id,
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=sequence.prompt_logprobs if wants_prompt_logprobs(sequence) else None,
+        cached_tokens=sequence.cached_tokens,
+        adapter_key=sequence.adapter_key,
+    )
+
+
+def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
+    code, message = to_wire(error)
+    return SequenceOutput(
+        request_id=request_id, finish_reason=FinishReason.ERROR, error_code=code, error_message=message
+    )
+
+
+def wants_prompt_logprobs(sequence: Sequence) -> bool:
+    return sequence.sampling.prompt_logprobs is not None

@@ -1,0 +1,382 @@
+"""Which tokens run in the next step, and what its result means for every sequence."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+
+from punica_core.errors import InternalError, PunicaError
+from punica_core.kv.block_pool import BlockPool
+from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
+from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput
+from punica_core.scheduler.admission import AdmissionPass, yielding_groups
+from punica_core.scheduler.counters import SchedulerCounters
+from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.outcome import (
+    error_output,
+    finish_reason,
+    prompt_output,
+    refusal,
+    token_output,
+    wants_prompt_logprobs,
+)
+from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
+from punica_core.scheduler.sequence import Sequence, Status
+from punica_core.scheduler.step_builder import StepBuilder
+from punica_core.scheduler.waiting import WaitingQueue
+
+PROMPT_TOKEN_SERVICE = 1.0
+GENERATED_TOKEN_SERVICE = 2.0
+"""What a token costs its tenant: a generated one takes a row of its own step (weights of the VTC paper)."""
+
+
+class Scheduler:
+    """Owner of all sequences from `add` to their terminal output. docs/scheduling.md states the policy and bounds.
+
+    plan = schedule(now); result = execute(plan); outputs = update(plan, result, now). Other calls may come between
+    any two of these, but a plan is updated before the next is made. Nothing here blocks, reads a clock or knows
+    torch; equal calls give equal plans.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache | None, residency: Residency
+    ) -> None:
+        self.limits = limits
+        self.counters = SchedulerCounters()
+        self.waiting_by_reason: Counter[SkipReason] = Counter()
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self._residency = residency
+        self._live: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # oldest first
+        self._ended_in_flight: list[Sequence] = []
+        self._executing: StepPlan | None = None
+        self._next_serial = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    # Arrivals and departures
+
+    def add(self, request: NewSequence, now: float) -> SequenceOutput | None:
+        """Take a sequence in. Returns its terminal output if it can never run, else None."""
+        if request.request_id in self._live:
+            raise InternalError(f"request_id {request.request_id} is in use by an unfinished sequence")
+        error = refusal(request, self.limits, self._pool.num_blocks)
+        if error is not None:
+            return error_output(request.request_id, error)
+        sequence = Sequence.of(request, now)
+        sequence.serial = self._next_serial
+        self._next_serial += 1
+        self._live[request.request_id] = sequence
+        self._waiting.enter(request.tenant)
+        self._waiting.push(sequence)
+        return None
+
+    def cancel(self, request_id: int, now: float) -> SequenceOutput | None:
+        """End a sequence at its client's wish. Returns its terminal output, None if there is no such sequence."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence)
+        return SequenceOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED)
+
+    def fail_adapter(self, ref: AdapterRef, error: PunicaError) -> list[SequenceOutput]:
+        """The adapter could not be brought in: end all that wait for it. Running ones hold it and go on."""
+        failed = [sequence for sequence in self._waiting if sequence.adapter == ref]
+        for sequence in failed:
+            self._end(sequence)
+        return [error_output(sequence.request_id, error) for sequence in failed]
+
+    # One step
+
+    def schedule(self, now: float) -> StepPlan:
+        """Decide the next step. An empty plan needs no `update`: nothing can run before an adapter arrives."""
+        assert self._executing is None, "the last plan was not updated"
+        step = StepBuilder(self.limits.max_num_batched_tokens, self.limits.block_size)
+        self._extend_running(step)
+        self._admit_waiting(step, now)
+        plan = step.build()
+        for row in plan.rows:
+            row.sequence.in_flight = True
+        self._executing = plan if plan.rows else None
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Apply what executing `plan` produced. Rows of sequences that ended since are ignored."""
+        assert plan is self._executing or not plan.rows, "another plan is executing"
+        self._executing = None
+        self.counters.steps += 1
+        outputs = []
+        for row in plan.rows:
+            output = self._update_row(row, result)
+            if output is not None:
+                outputs.append(output)
+        for sequence in self._ended_in_flight:
+            self._release(sequence)
+        self._ended_in_flight = []
+        return outputs
+
+    def check(self) -> None:
+        """Assert the invariants: every sequence is in one place and holds exactly what that place entitles it to."""
+        holders = [*self._running, *self._ended_in_flight]
+        references = Counter(block_id for sequence in holders for block_id in sequence.block_table)
+        for block_id in range(self._pool.num_blocks):
+            assert self._pool.references(block_id) == references[block_id], f"block {block_id} leaked"
+        for sequence in self._waiting:
+            assert sequence.status is Status.WAITING
+            assert not sequence.block_table
+            assert sequence.grant is None
+            assert sequence.num_computed == 0
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            assert (sequence.grant is None) == (sequence.adapter is None)
+            assert sequence.num_computed <= len(sequence.block_table) * self.limits.block_size
+            assert sequence.num_computed < sequence.num_tokens
+        assert all(sequence.in_flight and sequence.status is Status.FINISHED for sequence in self._ended_in_flight)
+        assert len(self._live) == len(self._running) + len(self._waiting)
+        assert len(self._running) <= self.limits.max_num_seqs
+        self._pool.check()
+        if self._prefix_cache is not None:
+            self._prefix_cache.check()
+
+    # Running sequences
+
+    def _extend_running(self, step: StepBuilder) -> None:
+        """Rows for running sequences: streams that decode keep their pace, then prefills share what is left."""
+        decoding = [sequence for sequence in self._running if sequence.num_tokens - sequence.num_computed == 1]
+        prefilling = [sequence for sequence in self._running if sequence.num_tokens - sequence.num_computed > 1]
+        for sequence in decoding + prefilling:
+            count = min(sequence.num_tokens - sequence.num_computed, step.num_tokens_left)
+            if count == 0 or sequence.status is not Status.RUNNING:
+                continue
+            if self._cover(sequence, sequence.num_computed + count, step):
+                step.add(sequence, count)
+
+    def _cover(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> bool:
+        """Give a running sequence blocks for its first `num_tokens`, preempting newer ones as needed.
+
+        False if it was itself the newest and had to yield.
+        """
+        missing = self._blocks_for(num_tokens) - len(sequence.block_table)
+        while missing > self._pool.num_free:
+            newest = self._running[-1]
+            self._preempt(newest, step)
+            if newest is sequence:
+                return False
+        if missing > 0:
+            sequence.block_table += self._pool.allocate(missing)
+        return True
+
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        """Send a running sequence back to wait. Its tokens are kept; their KV is computed again."""
+        step.drop(sequence)
+        self._remove_running(sequence)
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_computed = 0
+        sequence.chain = None
+        self._waiting.push(sequence)
+        self.counters.preemptions += 1
+
+    # Waiting sequences
+
+    def _admit_waiting(self, step: StepBuilder, now: float) -> None:
+        """Start waiting sequences in fair order until tokens, seats or blocks are used up."""
+        self.waiting_by_reason = Counter()
+        stop = self._full(step)
+        if stop is None and self._waiting:
+            stop = self._admit_in_order(AdmissionPass(step, now))
+        unvisited = len(self._waiting) - self.waiting_by_reason.total()
+        if unvisited:  # behind the stop, or preempted during this pass to make room for an adapter
+            self.waiting_by_reason[stop or SkipReason.ADAPTER_NO_ROOM] += unvisited
+
+    def _admit_in_order(self, turn: AdmissionPass) -> SkipReason | None:
+        """Returns the reason that stopped the pass, None if every waiting sequence had its turn."""
+        in_use = {sequence.adapter for sequence in self._running} | {None}
+        overdue_since = turn.now - self.limits.overtake_limit
+        for sequence in self._waiting.order(overdue_since, lambda waiting: waiting.adapter in in_use):
+            stop = self._full(turn.step)
+            if stop is not None:
+                return stop
+            skip = self._admit(sequence, turn)
+            if skip is SkipReason.NO_BLOCKS and sequence.arrival <= overdue_since:
+                return skip
+            if skip is not None:
+                self.waiting_by_reason[skip] += 1
+        return None
+
+    def _full(self, step: StepBuilder) -> SkipReason | None:
+        if len(self._running) >= self.limits.max_num_seqs:
+            return SkipReason.NO_SEATS
+        if step.num_tokens_left == 0:
+            return SkipReason.NO_TOKENS
+        return None
+
+    def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
+        """Start a waiting sequence, or say why not; then it is as it was before."""
+        if sequence.adapter is not None:
+            grant = self._acquire(sequence, sequence.adapter, turn)
+            if isinstance(grant, SkipReason):
+                return grant
+            sequence.grant = grant
+        match = self._match(sequence)
+        missing = self._blocks_for(sequence.num_tokens) - len(match.block_ids)
+        revived = sum(map(self._pool.is_free, match.block_ids))
+        if missing + revived + self._reserve() > self._pool.num_free:
+            self._release(sequence)
+            return SkipReason.NO_BLOCKS
+        self._pool.retain(match.block_ids)
+        sequence.block_table = [*match.block_ids, *self._pool.allocate(missing)]
+        self._start(sequence, match, turn.step)
+        return None
+
+    def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBuilder) -> None:
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_serial)
+        sequence.status = Status.RUNNING
+        sequence.num_computed = match.num_tokens
+        if self._prefix_cache is not None:
+            sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.request.tenant)
+        if sequence.admissions == 0:
+            self._count_hits(sequence, match)
+            self._waiting.charge(
+                sequence.request.tenant, PROMPT_TOKEN_SERVICE * (sequence.num_prompt - match.num_tokens)
+            )
+        sequence.admissions += 1
+        step.add(sequence, min(sequence.num_tokens - sequence.num_computed, step.num_tokens_left))
+
+    def _reserve(self) -> int:
+        """Blocks that a newcomer must leave free: what the running ones may need in their next block_size steps."""
+        return len(self._running)
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        if self._prefix_cache is None or wants_prompt_logprobs(sequence):
+            return PrefixMatch()
+        return self._prefix_cache.match(sequence.adapter_key, sequence.request.tenant, sequence.token_ids)
+
+    def _count_hits(self, sequence: Sequence, match: PrefixMatch) -> None:
+        sequence.cached_tokens = match.num_tokens
+        if self._prefix_cache is not None and not wants_prompt_logprobs(sequence):
+            self.counters.prefix_query_tokens += sequence.num_prompt
+            self.counters.prefix_hit_tokens += match.num_tokens
+
+    # Adapters
+
+    def _acquire(self, sequence: Sequence, ref: AdapterRef, turn: AdmissionPass) -> AdapterGrant | SkipReason:
+        """Pin the sequence's adapter, making way for it when it has waited long enough for room."""
+        if turn.room_kept_for is not None and ref != turn.room_kept_for:
+            verdict: AdapterGrant | SkipReason = SkipReason.ADAPTER_NO_ROOM
+        else:
+            verdict = turn.refused.get(ref) or self._residency.acquire(ref)
+        if verdict is not SkipReason.ADAPTER_NO_ROOM:
+            sequence.no_room_since = None
+        elif sequence.no_room_since is None:
+            sequence.no_room_since = turn.now
+        elif turn.room_kept_for is None:
+            verdict = self._insist(ref, sequence.serial, turn.now - sequence.no_room_since, turn)
+        if isinstance(verdict, SkipReason):
+            turn.refused[ref] = verdict
+        return verdict
+
+    def _insist(self, ref: AdapterRef, serial: int, waited: float, turn: AdmissionPass) -> AdapterGrant | SkipReason:
+        """No room: after one limit nobody later in turn pins another adapter, after two newer sequences yield."""
+        if waited < self.limits.adapter_wait_limit:
+            return SkipReason.ADAPTER_NO_ROOM
+        turn.room_kept_for = ref
+        if waited >= 2 * self.limits.adapter_wait_limit:
+            for group in yielding_groups(self._running, serial):
+                for sequence in group:
+                    self._preempt(sequence, turn.step)
+                verdict = self._residency.acquire(ref)
+                if verdict is not SkipReason.ADAPTER_NO_ROOM:
+                    turn.room_kept_for = None
+                    return verdict
+        return SkipReason.ADAPTER_NO_ROOM
+
+    # Results
+
+    def _update_row(self, row: RowPlan, result: StepResult) -> SequenceOutput | None:
+        sequence = row.sequence
+        sequence.in_flight = False
+        if sequence.status is Status.FINISHED:
+            return None
+        failure = result.failed.get(sequence.request_id)
+        if failure is not None:
+            self._end(sequence)
+            return error_output(sequence.request_id, InternalError(failure))
+        self._advance(row, result)
+        if not row.samples:
+            return None
+        if sequence.sampling.max_tokens == 0:
+            output = prompt_output(sequence)
+        else:
+            sampled = result.sampled[sequence.request_id]
+            sequence.token_ids.append(sampled.token_id)
+            self._waiting.charge(sequence.request.tenant, GENERATED_TOKEN_SERVICE)
+            output = token_output(sequence, sampled, finish_reason(sequence, self.limits))
+        if output.finish_reason is not None:
+            self._end(sequence)
+        return output
+
+    def _advance(self, row: RowPlan, result: StepResult) -> None:
+        """The row's tokens are computed: count them, publish full blocks, keep prompt logprobs not seen before."""
+        sequence = row.sequence
+        end = row.start + row.count
+        sequence.num_computed = end
+        if row.start >= sequence.num_prompt and row.count == 1:
+            self.counters.decode_tokens += 1
+        else:
+            self.counters.prefill_tokens += row.count
+        if self._prefix_cache is not None and sequence.chain is not None:
+            self._prefix_cache.publish(sequence.chain, sequence.token_ids, end, sequence.block_table)
+        if wants_prompt_logprobs(sequence) and row.start < sequence.num_prompt:
+            seen = sequence.prompt_logprobs or [None]
+            entries = result.prompt_logprobs.get(sequence.request_id, [])
+            sequence.prompt_logprobs = [*seen, *entries[len(seen) - row.start - 1 :]]
+
+    # Ends
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take a sequence out of the scheduler, once. What a step in flight still uses is released after it."""
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._remove_running(sequence)
+        sequence.status = Status.FINISHED
+        del self._live[sequence.request_id]
+        self._waiting.leave(sequence.request.tenant)
+        if sequence.in_flight:
+            self._ended_in_flight.append(sequence)
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back the sequence's blocks and its pin on the adapter, if it has them."""
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        if sequence.grant is not None:
+            assert sequence.adapter is not None
+            self._residency.release(sequence.adapter)
+            sequence.grant = None
+
+    def _remove_running(self, sequence: Sequence) -> None:
+        index = bisect_left(self._running, sequence.serial, key=_serial)
+        assert self._running[index] is sequence, f"sequence {sequence.request_id} does not run"
+        del self._running[index]
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)
+
+
+def _serial(sequence: Sequence) -> int:
+    return sequence.serial

@@ -1,0 +1,47 @@
+"""A step while it is being decided."""
+
+from __future__ import annotations
+
+from punica_core.scheduler.plan import RowPlan, StepPlan
+from punica_core.scheduler.sequence import Sequence
+
+
+class StepBuilder:
+    """Collects rows within a token budget. A row can be taken out again until the step is built."""
+
+    def __init__(self, max_num_tokens: int, block_size: int) -> None:
+        self.num_tokens_left = max_num_tokens
+        self._block_size = block_size
+        self._counts: dict[Sequence, int] = {}
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of `sequence`; its block table must cover them when the step is built."""
+        assert 0 < count <= self.num_tokens_left, f"{count} tokens do not fit {self.num_tokens_left}"
+        self._counts[sequence] = count
+        self.num_tokens_left -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take the sequence's row out, if it has one, and give its tokens back to the budget."""
+        self.num_tokens_left += self._counts.pop(sequence, 0)
+
+    def build(self) -> StepPlan:
+        """The plan: rows by slot (the base model's first), in order of addition within a slot."""
+        rows = [self._row(sequence, count) for sequence, count in self._counts.items()]
+        rows.sort(key=_slot)
+        return StepPlan(tuple(rows))
+
+    def _row(self, sequence: Sequence, count: int) -> RowPlan:
+        start = sequence.num_computed
+        end = start + count
+        return RowPlan(
+            sequence=sequence,
+            start=start,
+            count=count,
+            block_table=tuple(sequence.block_table[: -(-end // self._block_size)]),
+            slot=sequence.slot,
+            samples=end == len(sequence.token_ids),
+        )
+
+
+def _slot(row: RowPlan) -> int:
+    return row.slot

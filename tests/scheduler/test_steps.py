@@ -1,0 +1,59 @@
+"""What a step contains, and what its result means."""
+
+from __future__ import annotations
+
+from punica_core.protocol import FinishReason
+from punica_core.scheduler.plan import BASE_SLOT
+from tests.support.residency import adapter_ref
+from tests.support.scheduling import expected_tokens, make_rig, new_sequence
+
+
+def test_a_sequence_generates_what_it_generates_alone() -> None:
+    rig = make_rig()
+    requests = [new_sequence(i, prompt=5 + i, adapter=adapter_ref("ab"[i % 2])) for i in range(6)]
+    rig.add(*requests)
+    rig.run()
+    assert all(rig.tokens(request.request_id) == expected_tokens(request) for request in requests)
+    rig.assert_idle()
+
+
+def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
+    rig = make_rig(max_num_batched_tokens=8)
+    request = new_sequence(1, prompt=20, max_tokens=2)
+    rig.add(request)
+    rig.run()
+    assert [[(row.start, row.count, row.samples) for row in plan.rows] for plan in rig.plans] == [
+        [(0, 8, False)],
+        [(8, 8, False)],
+        [(16, 4, True)],
+        [(20, 1, True)],
+    ]
+    assert rig.tokens(1) == expected_tokens(request)
+
+
+def test_decoding_sequences_get_their_token_before_a_prefill_takes_the_rest() -> None:
+    rig = make_rig(max_num_batched_tokens=8)
+    rig.add(new_sequence(1, prompt=3, max_tokens=9))
+    rig.step()
+    rig.add(new_sequence(2, prompt=30))
+    plan = rig.step()
+    assert {row.sequence.request_id: row.count for row in plan.rows} == {1: 1, 2: 7}
+
+
+def test_rows_are_ordered_by_slot_with_the_base_model_first() -> None:
+    rig = make_rig(max_num_batched_tokens=64)
+    names = ["b", "", "a", "b", "", "a"]
+    rig.add(*(new_sequence(i, adapter=adapter_ref(name) if name else None) for i, name in enumerate(names)))
+    plan = rig.step()
+    slots = [row.slot for row in plan.rows]
+    assert slots == sorted(slots)
+    assert slots[:2] == [BASE_SLOT] * 2
+    assert [row.sequence.request_id for row in plan.rows[:2]] == [1, 4]
+
+
+def test_a_sequence_ends_with_length_at_max_tokens() -> None:
+    rig = make_rig()
+    rig.add(new_sequence(1, max_tokens=3))
+    rig.run()
+    assert rig.end(1).finish_reason is FinishReason.LENGTH
+    assert len(rig.tokens(1)) == 3

@@ -1,0 +1,76 @@
+"""A residency without bytes: `num_slots` adapters fit, a load takes a number of steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from punica_core.protocol import AdapterRef, FileSignature
+from punica_core.scheduler.plan import AdapterGrant, SkipReason
+
+
+def adapter_ref(name: str, version: int = 1) -> AdapterRef:
+    """A ref to an adapter; another `version` stands for other files under the same name."""
+    signature = FileSignature(version, version, version, version)
+    return AdapterRef(name=name, path=f"/adapters/{name}", config_signature=signature, weights_signature=signature)
+
+
+class FakeResidency:
+    """Slots are filled on demand; unpinned adapters are evicted, the one used longest ago first."""
+
+    def __init__(self, num_slots: int, load_steps: int = 0) -> None:
+        self.load_steps = load_steps
+        self.pins: Counter[AdapterRef] = Counter()
+        self.slots: dict[AdapterRef, int] = {}  # resident, used longest ago first
+        self.loading: dict[AdapterRef, int] = {}  # steps left
+        self.num_evictions = 0
+        self._slot_of_load: dict[AdapterRef, int] = {}
+        self._free = list(range(num_slots))
+
+    def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
+        if ref not in self.slots and ref not in self.loading:
+            if not self._reserve(ref):
+                return SkipReason.ADAPTER_NO_ROOM
+            self._land()
+        if ref in self.loading:
+            return SkipReason.ADAPTER_LOADING
+        self.slots[ref] = self.slots.pop(ref)
+        self.pins[ref] += 1
+        return AdapterGrant(self.slots[ref], adapter_key=key_of(ref))
+
+    def release(self, ref: AdapterRef) -> None:
+        assert self.pins[ref] > 0, f"{ref.name} is released more often than it was acquired"
+        self.pins[ref] -= 1
+
+    def advance(self) -> None:
+        """One step's time passes."""
+        self.loading = {ref: left - 1 for ref, left in self.loading.items()}
+        self._land()
+
+    def fail(self, ref: AdapterRef) -> None:
+        """The load of `ref` ends without an adapter."""
+        del self.loading[ref]
+        self._free.append(self._slot_of_load.pop(ref))
+
+    def num_pins(self) -> int:
+        return self.pins.total()
+
+    def _reserve(self, ref: AdapterRef) -> bool:
+        if not self._free:
+            victim = next((resident for resident in self.slots if not self.pins[resident]), None)
+            if victim is None:
+                return False
+            self._free.append(self.slots.pop(victim))
+            self.num_evictions += 1
+        self._slot_of_load[ref] = self._free.pop()
+        self.loading[ref] = self.load_steps
+        return True
+
+    def _land(self) -> None:
+        for ref in [ref for ref, left in self.loading.items() if left <= 0]:
+            del self.loading[ref]
+            self.slots[ref] = self._slot_of_load.pop(ref)
+
+
+def key_of(ref: AdapterRef | None) -> str:
+    """The adapter_key that the fake gives `ref`; "" for the base model."""
+    return f"key of {ref.name} v{ref.config_signature.inode}" if ref is not None else ""

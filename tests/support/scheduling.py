@@ -1,0 +1,211 @@
+"""A scheduler with a model small enough to be checked by hand around it.
+
+The model's KV of a token is a digest of (adapter, tenant, all tokens up to it), and its next token a function of the
+KV that it reads back through the block table. So a wrong, stale or foreign block changes what is generated, or fails
+at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from punica_core.kv.block_pool import BlockPool
+from punica_core.kv.prefix_cache import PrefixCache
+from punica_core.protocol import (
+    AdapterRef,
+    NewSequence,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+from punica_core.scheduler.scheduler import Scheduler
+from tests.support.residency import FakeResidency, key_of
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
+EOS = 49
+
+
+def new_sequence(
+    request_id: int,
+    prompt: int | Iterable[int] = 6,
+    *,
+    max_tokens: int = 4,
+    adapter: AdapterRef | None = None,
+    tenant: str = "",
+    **sampling: object,
+) -> NewSequence:
+    """A sequence; an int as prompt means that many tokens, different for every request_id."""
+    ids = [(request_id * 7 + i * 3) % (VOCAB_SIZE - 1) for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return NewSequence(
+        request_id=request_id,
+        prompt_ids=list(ids),
+        sampling=SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),  # type: ignore[arg-type]
+        adapter=adapter,
+        tenant=tenant,
+    )
+
+
+def expected_tokens(request: NewSequence) -> list[int]:
+    """What the model generates for `request` alone, without stop ids."""
+    tokens = list(request.prompt_ids)
+    for _ in range(request.sampling.max_tokens):
+        tokens.append(_next_token(_kv(key_of(request.adapter), request.tenant, tokens)))
+    return tokens[len(request.prompt_ids) :]
+
+
+class FakeModel:
+    """Executes plans on KV digests, and checks that every block read holds what it must."""
+
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self.memory: dict[tuple[int, int], str] = {}
+        self.block_size = block_size
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = StepResult()
+        written: set[tuple[int, int]] = set()
+        for row in plan.rows:
+            written |= self._compute(row, written)
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.sampling.prompt_logprobs is not None:
+                stop = min(row.start + row.count, sequence.num_prompt - 1)
+                result.prompt_logprobs[sequence.request_id] = [
+                    TokenLogprobs(token_id=sequence.token_ids[position + 1], logprob=-1.0)
+                    for position in range(row.start, stop)
+                ]
+            if row.samples and sequence.sampling.max_tokens > 0:
+                last = self.memory[self._place(row, row.start + row.count - 1)]
+                logprobs = TokenLogprobs(_next_token(last), -2.0) if sequence.sampling.logprobs is not None else None
+                result.sampled[sequence.request_id] = SampledToken(_next_token(last), logprobs)
+        return result
+
+    def _place(self, row: RowPlan, position: int) -> tuple[int, int]:
+        return row.block_table[position // self.block_size], position % self.block_size
+
+    def _compute(self, row: RowPlan, written: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        sequence = row.sequence
+        key, tenant = key_of(sequence.adapter), sequence.request.tenant
+        for position in range(row.start):
+            held = self.memory.get(self._place(row, position))
+            wanted = _kv(key, tenant, sequence.token_ids[: position + 1])
+            assert held == wanted, f"request {sequence.request_id} reads foreign KV at {position}"
+        places = {self._place(row, position) for position in range(row.start, row.start + row.count)}
+        assert len(places) == row.count
+        assert not places & written, "two rows of one step write the same KV"
+        for position in range(row.start, row.start + row.count):
+            self.memory[self._place(row, position)] = _kv(key, tenant, sequence.token_ids[: position + 1])
+        return places
+
+
+@dataclass
+class Rig:
+    """Scheduler, model and clock. `run` steps until idle; everything a client would see is in `outputs`."""
+
+    limits: SchedulerLimits
+    pool: BlockPool
+    cache: PrefixCache | None
+    residency: FakeResidency
+    scheduler: Scheduler
+    model: FakeModel
+    now: float = 0.0
+    step_seconds: float = 0.1
+    outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+    started: dict[int, float] = field(default_factory=dict)
+
+    def add(self, *requests: NewSequence) -> None:
+        for request in requests:
+            self.outputs[request.request_id] = []
+            self._emit([self.scheduler.add(request, self.now)])
+
+    def cancel(self, request_id: int) -> SequenceOutput | None:
+        output = self.scheduler.cancel(request_id, self.now)
+        self._emit([output])
+        return output
+
+    def step(self) -> StepPlan:
+        """schedule, execute, update, and the time that takes."""
+        plan = self.scheduler.schedule(self.now)
+        self.record(plan)
+        result = self.model.execute(plan)
+        self.now += self.step_seconds
+        self.finish(plan, result)
+        return plan
+
+    def record(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        for row in plan.rows:
+            self.started.setdefault(row.sequence.request_id, self.now)
+        self.scheduler.check()
+
+    def finish(self, plan: StepPlan, result: StepResult) -> None:
+        self._emit(self.scheduler.update(plan, result, self.now))
+        self.residency.advance()
+        self.scheduler.check()
+
+    def run(self, max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished():
+                return
+            self.step()
+        raise AssertionError(f"still unfinished after {max_steps} steps: {self.scheduler.waiting_by_reason}")
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def end(self, request_id: int) -> SequenceOutput:
+        """The terminal output of a request; there must be exactly one and nothing after it."""
+        outputs = self.outputs[request_id]
+        assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        return outputs[-1]
+
+    def assert_idle(self) -> None:
+        """Nothing is held: every block free, no adapter pinned."""
+        assert not self.scheduler.has_unfinished()
+        assert self.pool.num_free == self.pool.num_blocks
+        assert self.residency.num_pins() == 0
+
+    def _emit(self, outputs: Iterable[SequenceOutput | None]) -> None:
+        for output in outputs:
+            if output is not None:
+                self.outputs[output.request_id].append(output)
+
+
+def make_rig(
+    *,
+    num_blocks: int = 64,
+    num_slots: int = 2,
+    load_steps: int = 0,
+    prefix_cache: bool = True,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 64,
+    overtake_limit: float = 1.0,
+    adapter_wait_limit: float = 1.0,
+) -> Rig:
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        block_size=BLOCK_SIZE,
+        overtake_limit=overtake_limit,
+        adapter_wait_limit=adapter_wait_limit,
+    )
+    pool = BlockPool(num_blocks)
+    cache = PrefixCache(pool, BLOCK_SIZE) if prefix_cache else None
+    residency = FakeResidency(num_slots, load_steps)
+    return Rig(limits, pool, cache, residency, Scheduler(limits, pool, cache, residency), FakeModel())
+
+
+def _kv(adapter_key: str, tenant: str, tokens: list[int]) -> str:
+    return hashlib.blake2b(repr((adapter_key, tenant, tokens)).encode(), digest_size=8).hexdigest()
+
+
+def _next_token(kv: str) -> int:
+    return int(kv, 16) % (VOCAB_SIZE - 1)
