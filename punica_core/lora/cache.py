@@ -1,0 +1,264 @@
+"""The host tier: adapters read on threads of their own, kept under a byte budget, handed out by slot.
+
+    grant = cache.acquire(ref)        # never blocks: a grant, or why not yet
+    weights = cache.weights(grant.slot)
+    cache.release(ref)
+
+`acquire` starts reads and `poll` tells which failed. The step loop only ever sees checked tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from punica_core.adapters.format import ModelShapes
+from punica_core.adapters.residency import Presence, ResidencyTable
+from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, PunicaError
+from punica_core.lora.weights import AdapterReader, AdapterWeights
+from punica_core.protocol import AdapterLoad, AdapterRef
+from punica_core.scheduler.plan import AdapterGrant, SkipReason
+
+NUM_READERS = 2
+MAX_STUCK_READERS = 32
+"""Threads lost to reads that never return (a dead network mount) before no more are started in their place."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """loads: attempts that ended since the last `stats`. bytes_used, resident: now. evictions: since the start."""
+
+    loads: list[AdapterLoad]
+    evictions: int
+    bytes_used: int
+    resident: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One load. progress_at: last sign of life (seconds of the cache's clock); reading: a reader has it."""
+
+    ref: AdapterRef
+    started_at: float
+    progress_at: float
+    nbytes: int = 0
+    reading: bool = False
+    abandoned: bool = False
+
+
+class _Abandoned(Exception):
+    """Ends the read of a job that was given up meanwhile."""
+
+
+class AdapterCache:
+    """Implements `scheduler.plan.Residency`. Every method returns at once, except `wait_for_load`.
+
+    shapes: the base's modules that take LoRA. dtype: of the tensors handed out. budget_bytes: of all of them; while
+    a load replaces idle adapters, both are in memory until it ends (at most one adapter for each of the readers).
+    load_timeout: seconds without progress after which a read fails, alone. on_loaded: called on a reader's thread
+    after each end of a load. clock: seconds, the clock of `poll`.
+    """
+
+    def __init__(
+        self,
+        shapes: ModelShapes,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        *,
+        max_lora_rank: int = 256,
+        load_timeout: float = 60.0,
+        num_slots: int = 65_536,
+        retry_seconds: float = 2.0,
+        on_loaded: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shapes = shapes
+        self._dtype = dtype
+        self._max_lora_rank = max_lora_rank
+        self._load_timeout = load_timeout
+        self._on_loaded = on_loaded
+        self._clock = clock
+        self._table = ResidencyTable("host", budget_bytes, num_slots, retry_seconds=retry_seconds)
+        self._weights: dict[int, AdapterWeights] = {}
+        self._jobs: dict[AdapterRef, _Job] = {}
+        self._queue: deque[_Job] = deque()
+        self._failures: dict[AdapterRef, PunicaError] = {}
+        self._loads: list[AdapterLoad] = []
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._loaded = threading.Event()
+        self._closed = False
+        self._num_readers = 0
+        self._stuck_readers = 0
+
+    def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
+        """See `Residency.acquire`. A version that failed a moment ago is reported by the next `poll` again."""
+        with self._lock:
+            now = self._clock()
+            presence = self._table.presence(ref, now)
+            if presence is Presence.RESIDENT:
+                resident = self._table.pin(ref)
+                return AdapterGrant(resident.slot, resident.adapter_key)
+            if presence is Presence.FAILED:
+                error = self._table.failure(ref, now)
+                if error is not None:
+                    self._failures[ref] = error
+            elif presence is Presence.ABSENT or presence is Presence.WAITING_FOR_ROOM:
+                if not self._table.begin(ref, now):
+                    return SkipReason.ADAPTER_NO_ROOM
+                self._enqueue(_Job(ref, now, now))
+            return SkipReason.ADAPTER_LOADING
+
+    def release(self, ref: AdapterRef) -> None:
+        """Undo one successful `acquire`. Raises ValueError for one too many."""
+        with self._lock:
+            self._table.unpin(ref)
+
+    def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
+        """Versions whose load failed since the last poll; loads without progress for load_timeout fail here."""
+        with self._lock:
+            overdue = [job for job in self._jobs.values() if now - job.progress_at > self._load_timeout]
+            for job in overdue:
+                # A job that waits in the queue is late only if every reader is lost.
+                if job.reading or self._num_readers == 0:
+                    self._give_up(job, now)
+            failures, self._failures = self._failures, {}
+        return list(failures.items())
+
+    def wait_for_load(self, timeout: float) -> bool:
+        """Sleep until a load ends, at most `timeout` seconds; True if one did since the last call."""
+        ended = self._loaded.wait(timeout)
+        self._loaded.clear()
+        return ended
+
+    def weights(self, slot: int) -> AdapterWeights:
+        """The adapter in a slot that was granted and not yet released."""
+        return self._weights[slot]
+
+    def stats(self) -> CacheStats:
+        with self._lock:
+            loads, self._loads = self._loads, []
+            table = self._table
+            return CacheStats(loads, table.evictions, table.bytes_used, table.num_residents)
+
+    def close(self) -> None:
+        """Stop reading. Granted weights stay usable; the threads end after the chunk they are at."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._has_work.notify_all()
+
+    def _enqueue(self, job: _Job) -> None:
+        self._jobs[job.ref] = job
+        self._queue.append(job)
+        self._start_reader()
+        self._has_work.notify()
+
+    def _start_reader(self) -> None:
+        """One more reader if there is work and one is missing."""
+        room = self._num_readers < NUM_READERS and self._stuck_readers < MAX_STUCK_READERS
+        if self._queue and room and not self._closed:
+            self._num_readers += 1
+            threading.Thread(target=self._read_jobs, name="adapter-reader", daemon=True).start()
+
+    def _read_jobs(self) -> None:
+        while (job := self._next_job()) is not None:
+            error: PunicaError | None = None
+            try:
+                self._load(job)
+            except _Abandoned:
+                pass
+            except AdapterError as fault:
+                error = type(fault)(f"Adapter {job.ref.name!r}: {fault.message}", param="model")
+            except Exception:
+                _log.exception("unexpected failure while loading adapter %r", job.ref.name)
+                error = InternalError(f"Adapter {job.ref.name!r} could not be loaded; see the server's log.")
+            with self._lock:
+                if job.abandoned:  # another reader took this one's place
+                    self._stuck_readers -= 1
+                    self._start_reader()
+                    return
+                if error is not None:
+                    self._fail(job, error, self._clock())
+            self._loaded.set()
+            self._on_loaded()
+
+    def _next_job(self) -> _Job | None:
+        with self._lock:
+            while not self._queue and not self._closed:
+                self._has_work.wait()
+            if self._closed:
+                return None
+            job = self._queue.popleft()
+            job.reading = True
+            job.progress_at = self._clock()
+            return job
+
+    def _load(self, job: _Job) -> None:
+        with AdapterReader(job.ref, self._shapes, self._dtype, self._max_lora_rank) as reader:
+            if not self._reserve(job, reader.nbytes):
+                return
+            weights = reader.read(lambda: self._progress(job))
+        with self._lock:
+            self._check_alive(job)
+            now = self._clock()
+            resident, gone = self._table.commit(job.ref, weights.key, now)
+            for other in gone:
+                del self._weights[other.slot]
+            self._weights.setdefault(resident.slot, weights)  # an equal copy may be there
+            self._finish(job, "ok", now)
+
+    def _reserve(self, job: _Job, nbytes: int) -> bool:
+        with self._lock:
+            self._check_alive(job)
+            job.nbytes = nbytes
+            job.progress_at = now = self._clock()
+            if nbytes > self._table.budget_bytes:
+                raise AdapterTooLarge(
+                    f"it needs {nbytes} bytes as {self._dtype}, all adapters together may have "
+                    f"{self._table.budget_bytes}; raise --adapter-host-bytes."
+                )
+            if self._table.reserve(job.ref, nbytes, now):
+                return True
+            self._table.wait(job.ref, nbytes)
+            del self._jobs[job.ref]
+            return False
+
+    def _progress(self, job: _Job) -> None:
+        job.progress_at = self._clock()
+        self._check_alive(job)
+
+    def _check_alive(self, job: _Job) -> None:
+        if job.abandoned or self._closed:
+            raise _Abandoned
+
+    def _give_up(self, job: _Job, now: float) -> None:
+        job.abandoned = True
+        message = (
+            f"Adapter {job.ref.name!r}: reading its files made no progress for {self._load_timeout:g} seconds; "
+            "try again later."
+        )
+        self._fail(job, AdapterError(message, param="model"), now)
+        if not job.reading:
+            self._queue.remove(job)
+            return
+        self._stuck_readers += 1
+        self._num_readers -= 1
+        self._start_reader()
+
+    def _fail(self, job: _Job, error: PunicaError, now: float) -> None:
+        self._table.fail(job.ref, error, now)
+        self._failures[job.ref] = error
+        self._finish(job, error.code, now)
+
+    def _finish(self, job: _Job, outcome: str, now: float) -> None:
+        del self._jobs[job.ref]
+        self._loads.append(AdapterLoad(job.ref.name, "host", now - job.started_at, job.nbytes, outcome))
