@@ -13,7 +13,6 @@ class SchedulerCounters:
     ones included. prefix_query_tokens and prefix_hit_tokens: prompt tokens looked up and found, once a sequence.
     """
 
-    steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0

@@ -9,24 +9,24 @@ from punica_core.scheduler.plan import SampledToken
 from punica_core.scheduler.sequence import Sequence
 
 
-def refusal(request: NewSequence, limits: SchedulerLimits, num_blocks: int) -> PunicaError | None:
-    """Why this request can never be served, or None. The front end checks earlier and says more."""
+def check_servable(request: NewSequence, limits: SchedulerLimits, num_blocks: int) -> None:
+    """Raise `RequestError` for a request that can never run. The front end checks earlier and says more."""
     num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt == 0:
-        return InvalidRequest("The prompt has no tokens; it needs at least one.", param="prompt")
+        raise InvalidRequest("The prompt has no tokens; it needs at least one.", param="prompt")
+    sizes = f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}"
     if num_prompt + max_tokens > limits.max_model_len:
-        return ContextLengthExceeded(
-            f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they must not exceed "
-            f"max_model_len, {limits.max_model_len}. Shorten the prompt or lower max_tokens."
+        raise ContextLengthExceeded(
+            f"{sizes}; together they must not exceed max_model_len, {limits.max_model_len}. "
+            "Shorten the prompt or lower max_tokens."
         )
-    # The last token is never an input, so it needs no KV.
-    num_needed = -(-(num_prompt + max(max_tokens - 1, 0)) // limits.block_size)
+    num_inputs = num_prompt + max(max_tokens - 1, 0)  # the last token is never an input, so it needs no KV
+    num_needed = -(-num_inputs // limits.block_size)
     if num_needed > num_blocks:
-        return ContextLengthExceeded(
-            f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they need {num_needed} KV "
-            f"blocks and the worker has {num_blocks}. Shorten the prompt, lower max_tokens, or raise kv_tokens."
+        raise ContextLengthExceeded(
+            f"{sizes}; that needs {num_needed} KV blocks and the worker has {num_blocks}. "
+            "Shorten the prompt, lower max_tokens, or raise kv_tokens."
         )
-    return None
 
 
 def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason | None:

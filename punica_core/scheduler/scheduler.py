@@ -8,15 +8,15 @@ from collections import Counter
 from punica_core.errors import InternalError, PunicaError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
-from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput
+from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
 from punica_core.scheduler.admission import AdmissionPass, yielding_groups
 from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.outcome import (
+    check_servable,
     error_output,
     finish_reason,
     prompt_output,
-    refusal,
     token_output,
     wants_prompt_logprobs,
 )
@@ -54,33 +54,38 @@ class Scheduler:
         self._executing: StepPlan | None = None
         self._next_serial = 0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def has_unfinished(self) -> bool:
+        """Whether a sequence waits or runs."""
         return bool(self._live)
+
+    def stats(self) -> StepStats:
+        """The scheduler's gauges and counters; `waiting_by_reason` is the last step's."""
+        counters = self.counters
+        return StepStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_by_reason={str(reason): count for reason, count in self.waiting_by_reason.items()},
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            preemptions=counters.preemptions,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+        )
 
     # Arrivals and departures
 
-    def add(self, request: NewSequence, now: float) -> SequenceOutput | None:
-        """Take a sequence in. Returns its terminal output if it can never run, else None."""
-        if request.request_id in self._live:
-            raise InternalError(f"request_id {request.request_id} is in use by an unfinished sequence")
-        error = refusal(request, self.limits, self._pool.num_blocks)
-        if error is not None:
-            return error_output(request.request_id, error)
+    def add(self, request: NewSequence, now: float) -> None:
+        """Take a sequence in. Raises `RequestError` if it can never run; then nothing has changed."""
+        assert request.request_id not in self._live, f"request_id {request.request_id} is in use"
+        check_servable(request, self.limits, self._pool.num_blocks)
         sequence = Sequence.of(request, now)
         sequence.serial = self._next_serial
         self._next_serial += 1
         self._live[request.request_id] = sequence
         self._waiting.enter(request.tenant)
         self._waiting.push(sequence)
-        return None
 
     def cancel(self, request_id: int, now: float) -> SequenceOutput | None:
         """End a sequence at its client's wish. Returns its terminal output, None if there is no such sequence."""
@@ -115,7 +120,6 @@ class Scheduler:
         """Apply what executing `plan` produced. Rows of sequences that ended since are ignored."""
         assert plan is self._executing or not plan.rows, "another plan is executing"
         self._executing = None
-        self.counters.steps += 1
         outputs = []
         for row in plan.rows:
             output = self._update_row(row, result)

@@ -121,7 +121,7 @@ class Rig:
     def add(self, *requests: NewSequence) -> None:
         for request in requests:
             self.outputs[request.request_id] = []
-            self._emit([self.scheduler.add(request, self.now)])
+            self.scheduler.add(request, self.now)
 
     def cancel(self, request_id: int) -> SequenceOutput | None:
         output = self.scheduler.cancel(request_id, self.now)
