@@ -1,0 +1,77 @@
+"""Asks the base model and the example adapters at once, with the official OpenAI SDK, and prints the answers side by
+side: `python examples/openai_client.py [--base-url URL] [--prompt TEXT]`. Needs `pip install openai`.
+
+The server computes all of these answers in the same batches. One of them is streamed to the screen as it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import textwrap
+from collections.abc import Sequence
+
+from openai import AsyncOpenAI
+from openai.types import Model
+
+NAME_WIDTH, TEXT_WIDTH = 14, 92
+PROMPT = "Hello, Naomi here. Can I get five helmets delivered to Glasgow?"
+
+
+async def ask(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> str:
+    """The whole answer of one model."""
+    done = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
+    )
+    return done.choices[0].message.content or ""
+
+
+async def stream(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> str:
+    """The answer of one model, printed piece by piece while it is made."""
+    print(f"{model} (streamed): ", end="", flush=True)
+    pieces: list[str] = []
+    chunks = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0, stream=True
+    )
+    async for chunk in chunks:
+        piece = chunk.choices[0].delta.content if chunk.choices else None
+        if piece:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    print("\n")
+    return "".join(pieces)
+
+
+def table(names: Sequence[str], answers: Sequence[str]) -> str:
+    """Names on the left, wrapped answers on the right."""
+    lines: list[str] = []
+    for name, answer in zip(names, answers, strict=True):
+        wrapped = textwrap.wrap(" ".join(answer.split()), TEXT_WIDTH) or [""]
+        lines += [f"{'' if i else name:<{NAME_WIDTH}} │ {text}" for i, text in enumerate(wrapped)]
+        lines.append("─" * NAME_WIDTH + "─┼─" + "─" * TEXT_WIDTH)
+    return "\n".join(lines[:-1])
+
+
+def base_first(models: Sequence[Model]) -> list[str]:
+    """Ids of the models; the base is the one without a parent."""
+    return [m.id for m in sorted(models, key=lambda m: (getattr(m, "parent", None) is not None, m.id))]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url", default=os.environ.get("BASE_URL", "http://127.0.0.1:8000/v1"))
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    args = parser.parse_args()
+    async with AsyncOpenAI(base_url=args.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+        names = base_first([model async for model in client.models.list()])
+        print(f"> {args.prompt}\n")
+        streamed = stream(client, names[-1], args.prompt, args.max_tokens)
+        others = [ask(client, name, args.prompt, args.max_tokens) for name in names[:-1]]
+        last, *rest = await asyncio.gather(streamed, *others)
+    print(table(names, [*rest, last]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
