@@ -1,0 +1,156 @@
+"""Executes step plans with torch. Owns the KV cache's memory; takes no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from punica_core.config import BLOCK_SIZE, EngineConfig
+from punica_core.engine.step_inputs import LogitsRange, StepInputs, build_inputs, samples_token, scored_prompt_tokens
+from punica_core.errors import ConfigError
+from punica_core.lora.stacked import StackedLoRA
+from punica_core.lora.weights import AdapterWeights
+from punica_core.model.attention import PagedAttention
+from punica_core.model.loader import LoadedModel
+from punica_core.protocol import TokenLogprobs
+from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+
+STACK_BUDGET_BYTES = 512 * 1024 * 1024
+"""Bound on stacked copies of adapters that are kept besides those of the running step."""
+
+KV_FRACTION = 0.5
+"""Share of the free memory that the KV cache takes when kv_tokens is 0."""
+
+KV_SEQUENCES = 16
+"""With kv_tokens 0, no more is taken on a CPU than so many sequences of full length need."""
+
+
+class Sampler(Protocol):
+    """Chooses tokens (see engine.sampler)."""
+
+    def sample(self, logits: Tensor, rows: Sequence[RowPlan]) -> list[SampledToken]:
+        """logits: [B, V] fp32, one row of finite numbers for each of `rows`."""
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], top: int) -> list[TokenLogprobs]:
+        """logits: [n, V] fp32; log-probabilities of token_ids [n] and the `top` best alternatives."""
+
+
+def kv_bytes_per_block(loaded: LoadedModel) -> int:
+    return loaded.kv_shape.block_bytes(BLOCK_SIZE, loaded.dtype)
+
+
+def plan_memory(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> int:
+    """Number of KV blocks: of kv_tokens, or of free memory.
+
+    Raises `ConfigError` when not even one sequence of full length fits.
+    """
+    longest = -(-loaded.max_model_len // BLOCK_SIZE)
+    if config.kv_tokens:
+        blocks = config.kv_tokens // BLOCK_SIZE
+    else:
+        blocks = min(int(free_bytes * KV_FRACTION) // kv_bytes_per_block(loaded), KV_SEQUENCES * longest)
+    if blocks < longest:
+        raise ConfigError(
+            f"The KV cache has room for {blocks * BLOCK_SIZE} tokens, but one sequence may have "
+            f"{loaded.max_model_len}: raise kv_tokens or lower max_model_len.",
+            param="kv_tokens",
+        )
+    return blocks
+
+
+def allocate_kv_cache(loaded: LoadedModel, num_blocks: int) -> Tensor:
+    """A KV cache of zeros: [blocks, L, 2, P, K, D]."""
+    shape = loaded.kv_shape
+    return torch.zeros(
+        (num_blocks, shape.num_layers, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim),
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+class ModelRunner:
+    """Executes plans on one model.
+
+    weights_of: the adapter in a slot; asked once per segment and step, kept no longer than its stack.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_cache: Tensor,
+        weights_of: Callable[[int], AdapterWeights],
+        sampler: Sampler,
+    ) -> None:
+        self._loaded = loaded
+        self._kv_cache = kv_cache
+        self._weights_of = weights_of
+        self._sampler = sampler
+        self._lora = StackedLoRA(loaded.groups, STACK_BUDGET_BYTES)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows. The same plan may be executed again: KV is overwritten with the same values."""
+        if not plan.rows:
+            return StepResult()
+        result = StepResult()
+        with torch.inference_mode():
+            inputs = build_inputs(plan, self._weights_of)
+            logits = self._forward(inputs)
+            usable = _usable(inputs.logits, logits, result)
+            self._sample(usable, logits, result)
+            self._score_prompts(usable, logits, result)
+        return result
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Logits [n, V] fp32 of the rows that need them."""
+        self._loaded.lora.step = self._lora.step(inputs.segments)
+        try:
+            output = self._loaded.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.logit_rows,
+                paged=PagedAttention(self._kv_cache, inputs.kv_rows),
+            )
+        finally:
+            self._loaded.lora.step = None
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def _sample(self, ranges: Sequence[LogitsRange], logits: Tensor, result: StepResult) -> None:
+        sampling = [part for part in ranges if samples_token(part.row)]
+        if not sampling:
+            return
+        chosen = logits if len(sampling) == logits.size(0) else logits[torch.tensor([part.last for part in sampling])]
+        tokens = self._sampler.sample(chosen, [part.row for part in sampling])
+        for part, token in zip(sampling, tokens, strict=True):
+            result.sampled[part.row.sequence.request_id] = token
+
+    def _score_prompts(self, ranges: Sequence[LogitsRange], logits: Tensor, result: StepResult) -> None:
+        for part in ranges:
+            token_ids = scored_prompt_tokens(part.row)
+            if token_ids:
+                scores = logits[part.first : part.first + len(token_ids)]
+                top = part.row.sequence.sampling.prompt_logprobs or 0
+                result.prompt_logprobs[part.row.sequence.request_id] = self._sampler.prompt_logprobs(
+                    scores, token_ids, top
+                )
+
+
+def _usable(ranges: Sequence[LogitsRange], logits: Tensor, result: StepResult) -> list[LogitsRange]:
+    """The rows whose logits are all finite; the others go to `result.failed`."""
+    if bool(torch.isfinite(logits.sum(-1)).all()):
+        return list(ranges)
+    finite = torch.isfinite(logits).all(-1)
+    usable = []
+    for part in ranges:
+        if bool(finite[part.first : part.first + part.count].all()):
+            usable.append(part)
+        else:
+            result.failed[part.row.sequence.request_id] = (
+                "The model's output has values that are NaN or infinite. "
+                + (f"Adapter {part.row.sequence.adapter_key[:12]} overflows." if part.row.sequence.adapter_key else "")
+            ).strip()
+    return usable

@@ -1,0 +1,200 @@
+"""Loads a base model from a Hugging Face folder or hub id, and makes it ready to serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from punica_core.config import EngineConfig
+from punica_core.errors import ConfigError
+from punica_core.lora.layers import LinearGroup, LoRAContext
+from punica_core.model import attention
+from punica_core.model.fusing import install_lora
+from punica_core.model.probe import probe_attention, reference_logits
+from punica_core.model.shapes import KVShape, decoder_layers_path, module_shapes, parameter_bytes
+from punica_core.model.support import check_supported, max_model_len
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is (0 to 1)."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A base model that serves: paged attention, LoRA-aware linears, inference mode.
+
+    forward(input_ids [1, T], position_ids [1, T], paged=StepAttention, logits_to_keep=[n]) → logits [1, n, V].
+    groups: its LoRA-aware linears; lora: where the step's adapters go. module_shapes: (in, out) by module path.
+    """
+
+    model: nn.Module
+    model_dir: Path
+    architecture: str
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    kv_shape: KVShape
+    groups: tuple[LinearGroup, ...]
+    lora: LoRAContext
+    base_bytes: int
+
+    @property
+    def module_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return module_shapes(self.groups)
+
+
+def load_model(config: EngineConfig, on_progress: Progress = lambda what, fraction: None) -> LoadedModel:
+    """Load `config.model`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
+    device = resolve_device(config)
+    model_dir = resolve_model_dir(config.model, on_progress)
+    hf_config = _read_config(model_dir)
+    check_supported(hf_config)
+    limit = max_model_len(hf_config, config.max_model_len)
+    dtype = resolve_dtype(config, hf_config, device)
+    on_progress("loading the model's weights", 0.0)
+    model = _read_weights(model_dir, hf_config, dtype, device)
+    on_progress("checking the model", 0.8)
+    return prepare(model, model_dir, limit)
+
+
+def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
+    """Turn a `transformers` causal language model into one that serves, in place. `limit`: its max_model_len."""
+    model.eval().requires_grad_(False)
+    hf_config: Any = model.config
+    expected = reference_logits(model)
+    attention.register()
+    layers_path = decoder_layers_path(model)
+    if layers_path is None:
+        raise ConfigError(f"{type(model).__name__} cannot be served: it has no list of layers.", param="model")
+    context = LoRAContext()
+    groups = install_lora(model, layers_path, context)
+    model.set_attn_implementation(attention.ATTENTION_NAME)
+    kv_shape = probe_attention(model, hf_config, expected)
+    return LoadedModel(
+        model=model,
+        model_dir=model_dir,
+        architecture=type(model).__name__,
+        device=expected.device,
+        dtype=expected.dtype,
+        vocab_size=expected.size(-1),
+        eos_token_ids=eos_token_ids(model_dir, hf_config),
+        max_model_len=limit,
+        kv_shape=kv_shape,
+        groups=groups,
+        lora=context,
+        base_bytes=parameter_bytes(model),
+    )
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device asked for; "auto" is a GPU if there is one. Raises `ConfigError` if it is absent."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device is cuda, but torch finds no NVIDIA GPU; use cpu.", param="device")
+    return torch.device("cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu) else "cpu")
+
+
+def resolve_dtype(config: EngineConfig, hf_config: Any, device: torch.device) -> torch.dtype:
+    """The dtype asked for; "auto" is float32 on the CPU and the checkpoint's on a GPU."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(hf_config, "dtype", None)
+    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def resolve_model_dir(model: str, on_progress: Progress = lambda what, fraction: None) -> Path:
+    """The folder that `model` names: a local one, or a hub repository that is downloaded into the hub's cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"model is {model!r}: there is no such folder.", param="model")
+    on_progress(f"downloading {model}", 0.0)
+    return _download(model)
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model is {repository!r}: there is no such folder here, and the Hugging Face hub did not deliver it "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Give the path of a model folder, or check the "
+            "name and the connection.",
+            param="model",
+        ) from error
+
+
+def _read_config(model_dir: Path) -> Any:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir} has no config.json, so it is not a Hugging Face model folder.", param="model")
+    if not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"{model_dir} has no *.safetensors file. Pickled weights (*.bin) are not read, since reading them can run "
+            "code; convert them with save_pretrained.",
+            param="model",
+        )
+    try:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"{model_dir / 'config.json'} cannot be used: {error}", param="model") from error
+
+
+def _read_weights(model_dir: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model with all of its weights; a folder that lacks some is refused instead of served half random."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="sdpa" if hf_config.model_type not in _EAGER_REFERENCE else "eager",
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"{model_dir} cannot be loaded: {error}", param="model") from error
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise ConfigError(
+            f"{model_dir} lacks {len(lacking)} of the model's tensors or has them in another shape, "
+            f"such as {', '.join(lacking[:3])}.",
+            param="model",
+        )
+    loaded: nn.Module = model.to(device)
+    return loaded
+
+
+_EAGER_REFERENCE = frozenset({"gemma2"})
+"""Models whose soft-capped scores transformers' SDPA path leaves out: eager attention is the one that is right."""
+
+
+def eos_token_ids(model_dir: Path, hf_config: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: generation_config.json's, else the config's, sorted; empty if neither has any."""
+    found: Any = None
+    if (model_dir / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
+    if found is None:
+        found = hf_config.eos_token_id
+    if found is None:
+        return ()
+    return tuple(sorted({found} if isinstance(found, int) else set(found)))
