@@ -44,7 +44,7 @@ def max_model_len(config: Any, asked: int) -> int:
     Raises `ConfigError` when the model has not so many positions, or when its RoPE frequencies would depend on
     the longest sequence of a batch, so that one request changed another's answer.
     """
-    limit = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or asked)
+    limit: int = getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or asked
     if not limit:
         raise ConfigError("The model's config states no longest sequence; set max_model_len.", param="max_model_len")
     why = f"the model has {limit} positions"
