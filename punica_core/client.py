@@ -36,6 +36,9 @@ class EngineClient(Protocol):
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End these sequences; each still gets its terminal output."""
 
+    def kill(self) -> None:
+        """End a stalled engine by force; `on_lost` follows."""
+
     async def stop(self) -> None:
         """Stop the engine and wait for its end. Idempotent; also after a loss."""
 

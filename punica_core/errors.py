@@ -3,6 +3,7 @@
 PunicaError
 ├── RequestError                    the client asked for something that cannot be done (HTTP 4xx)
 │   ├── InvalidRequest              a field has a wrong type or value
+│   ├── RequestTooLarge             the body exceeds the configured size
 │   ├── ContextLengthExceeded       prompt + max_tokens do not fit max_model_len
 │   └── ModelNotFound               no base model or adapter of that name
 ├── AdapterError                    an adapter exists but cannot be served
@@ -13,6 +14,7 @@ PunicaError
 │   └── AdapterTooLarge             it exceeds a configured limit (rank, bytes)
 ├── CapacityError                   try again later (HTTP 429 / 503)
 │   ├── QueueFull                   the admission queue is full
+│   ├── EngineRestarting            the worker was lost and a new one is being started
 │   └── Draining                    the server is shutting down
 ├── EngineError                     our fault (HTTP 5xx)
 │   ├── WorkerLost                  the worker process died or stalled; in-flight requests ended
@@ -44,6 +46,10 @@ class RequestError(PunicaError):
 
 class InvalidRequest(RequestError):
     code = "invalid_value"
+
+
+class RequestTooLarge(RequestError):
+    code = "request_too_large"
 
 
 class ContextLengthExceeded(RequestError):
@@ -84,6 +90,10 @@ class CapacityError(PunicaError):
 
 class QueueFull(CapacityError):
     code = "queue_full"
+
+
+class EngineRestarting(CapacityError):
+    code = "engine_restarting"
 
 
 class Draining(CapacityError):

@@ -1,0 +1,135 @@
+"""`punica serve …`: the command line, and the life of the server process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Literal, get_args, get_origin
+
+import uvicorn
+import uvloop
+
+from app import demo, settings
+from app.banner import Spinner, ready_text
+from app.main import create_app
+from app.service import Service, version
+from app.settings import Settings
+from punica_core.client import WorkerClient
+from punica_core.errors import ConfigError, PunicaError
+
+_UNSET: Any = object()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit codes: 0 after a drain, 1 if it cannot start, 2 for a wrong command line, 130 on Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except PunicaError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="punica", description="Serve many LoRA adapters of one base model.")
+    parser.add_argument("--version", action="version", version=f"punica {version()}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_serve(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="serve a model and its adapters over the OpenAI API")
+    serve.add_argument("--config", metavar="FILE", help="YAML file with any of these keys")
+    for name, field in settings.all_keys().items():
+        _add_key(serve, name, field.default, field.metadata["help"])
+    serve.set_defaults(run=_serve)
+
+
+def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text: str) -> None:
+    flag, kind = "--" + name.replace("_", "-"), settings.key_type(name)
+    shown = f"{help_text} (default: {default!r})".replace("%", "%%")
+    if kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=_UNSET, help=shown)
+        return
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else name.rsplit("_", 1)[-1].upper()
+    parser.add_argument(flag, default=_UNSET, metavar=metavar, help=shown)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    given = {name: value for name in settings.all_keys() if (value := getattr(options, name)) is not _UNSET}
+    chosen = settings.load(given, os.environ, options.config)
+    logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _bind(chosen) as listener:
+        chosen = demo.with_demo(chosen) if not chosen.model else chosen
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(chosen, listener))
+    return 0
+
+
+def _bind(chosen: Settings) -> socket.socket:
+    """The server's socket, bound before the model is loaded: a port in use is known at once. Until the server listens,
+    connections are refused."""
+    family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((chosen.host, chosen.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {chosen.host}:{chosen.port} ({error.strerror}). Stop what uses the port, or choose "
+            "another with --port (0 takes a free one).",
+            param="port",
+        ) from None
+    return listener
+
+
+async def _run(chosen: Settings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    with Spinner() as spinner:
+        app = create_app(chosen, WorkerClient, spinner.on_progress)
+        async with app.router.lifespan_context(app):
+            spinner.done()
+            service: Service = app.state.service
+            config = uvicorn.Config(
+                app,
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
+            )
+            print(ready_text(service.model_names(), host, port), flush=True)
+            await Server(config, service).serve(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our drain: on SIGTERM or SIGINT no new work is taken, and what runs ends within drain_timeout.
+
+    A second SIGINT ends it at once. The process's exit code is 0 after a drain: signals are not raised again.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._drain = asyncio.create_task(self._service.finish_drain())
+        await super().shutdown(sockets)
+        self._drain.cancel()

@@ -1,0 +1,236 @@
+"""How choices look in JSON: chat and completions, whole and as chunks of a stream.
+
+A chunk with nothing but text, the usual one, is put together from bytes made once for each choice and the encoded text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from app import logprobs as shapes
+from app.generation import Job
+from app.output_text import OutputText, Piece
+from app.tokenizer import Tokenizer
+
+_encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fields that all chunks of a response share."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """As the beginning of a response object."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+def usage(job: Job, outputs: Sequence[OutputText]) -> dict[str, Any]:
+    """Tokens of a request: each prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
+    completion_tokens = sum(output.completion_tokens for output in outputs)
+    cached = sum(outputs[index * job.n].stream.cached_tokens for index in range(len(job.prompts)))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Format(Protocol):
+    """One request's answers. `pieces` are those of choice `index`, in order."""
+
+    def begin(self, head: Head, *, usage_follows: bool) -> None:
+        """Called once, when the first output is there and before any other method.
+
+        usage_follows: chunks carry `"usage": null`, because the stream ends with a usage chunk.
+        """
+
+    def chunks(self, index: int, piece: Piece) -> bytes:
+        """SSE events for a non-empty piece of a choice."""
+
+    def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
+        """The SSE event that has usage and no choices."""
+
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
+        """The body of a response that is not streamed."""
+
+
+class _Chunks:
+    """SSE events of one response. kind: the chunks' object name."""
+
+    def __init__(self, head: Head, kind: str, *, usage_follows: bool) -> None:
+        self._fields = head.fields(kind)
+        self._prefix = b"data: " + _encode(self._fields)[:-1]
+        self._end = b',"usage":null}\n\n' if usage_follows else b"}\n\n"
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        """An event with one choice."""
+        return self._prefix + b',"choices":[' + _encode(choice) + b"]" + self._end
+
+    def text_event_parts(self, choice: dict[str, Any], mark: str) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON text `mark` in an event with this choice."""
+        before, _, after = self.event(choice).partition(_encode(mark))
+        return before, after
+
+    def usage_event(self, numbers: dict[str, Any]) -> bytes:
+        """The event with usage and no choices."""
+        return b"data: " + _encode(self._fields | {"choices": [], "usage": numbers}) + b"\n\n"
+
+
+_MARK = "\ue000text\ue000"
+
+
+class ChatFormat:
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._with_logprobs = with_logprobs
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
+
+    def begin(self, head: Head, *, usage_follows: bool) -> None:
+        self._head = head
+        self._chunks = _Chunks(head, "chat.completion.chunk", usage_follows=usage_follows)
+
+    def chunks(self, index: int, piece: Piece) -> bytes:
+        events = b"" if index in self._parts else self._role_event(index)
+        if piece.logprobs:
+            events += self._chunks.event(_delta(index, {"content": piece.text}, self._logprobs(piece.logprobs)))
+        elif piece.text:
+            before, after = self._parts[index]
+            events += before + _encode(piece.text) + after
+        if piece.finish_reason is not None:
+            events += self._chunks.event(_delta(index, {}, None, piece.finish_reason))
+        return events
+
+    def _role_event(self, index: int) -> bytes:
+        self._parts[index] = self._chunks.text_event_parts(_delta(index, {"content": _MARK}), _MARK)
+        return self._chunks.event(_delta(index, {"role": "assistant", "content": ""}))
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
+        return {"content": shapes.chat_entries(entries, self._token_bytes), "refusal": None}
+
+    def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
+        return self._chunks.usage_event(usage(job, outputs))
+
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
+        choices = []
+        for index, parts in enumerate(pieces):
+            entries = [entry for part in parts for entry in part.logprobs]
+            message = {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+                    "finish_reason": outputs[index].finish_reason,
+                }
+            )
+        return _encode(self._head.fields("chat.completion") | {"choices": choices, "usage": usage(job, outputs)})
+
+
+def _delta(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class CompletionFormat:
+    """`text_completion`, whole and as chunks; `echo` puts the prompt (and its logprobs) before each choice's text.
+
+    outputs: the readers of the choices; an echo takes the prompt's logprobs from them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        job: Job,
+        outputs: Sequence[OutputText],
+        *,
+        echo: bool,
+        alternatives: int | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._job = job
+        self._echo = echo
+        self._collectors = (
+            [shapes.CompletionLogprobs(tokenizer.token_bytes, alternatives) for _ in job.requests]
+            if alternatives is not None
+            else None
+        )
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._outputs = outputs
+
+    def begin(self, head: Head, *, usage_follows: bool) -> None:
+        self._head = head
+        self._chunks = _Chunks(head, "text_completion", usage_follows=usage_follows)
+
+    def chunks(self, index: int, piece: Piece) -> bytes:
+        events = b"" if index in self._parts else self._first_events(index)
+        if piece.finish_reason is None and not piece.logprobs:
+            before, after = self._parts[index]
+            return events + before + _encode(piece.text) + after
+        lists = self._lists(index, piece)
+        return events + self._chunks.event(_text_choice(index, piece.text, lists, piece.finish_reason))
+
+    def _first_events(self, index: int) -> bytes:
+        self._parts[index] = self._chunks.text_event_parts(_text_choice(index, _MARK), _MARK)
+        if not self._echo:
+            return b""
+        return self._chunks.event(_text_choice(index, self._prompt_text(index), self._prompt_lists(index)))
+
+    def _prompt_text(self, index: int) -> str:
+        return self._job.prompts[index // self._job.n].text
+
+    def _lists(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if self._collectors is None or not piece.logprobs:
+            return None
+        return self._collectors[index].lists(piece.logprobs)
+
+    def _prompt_lists(self, index: int) -> dict[str, Any] | None:
+        logprobs = self._outputs[index].stream.prompt_logprobs
+        if self._collectors is None or logprobs is None:
+            return None
+        prompt = self._job.prompts[index // self._job.n]
+        return self._collectors[index].prompt_lists(prompt.ids, logprobs, self._tokenizer.is_special, prompt.text)
+
+    def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
+        return self._chunks.usage_event(usage(job, outputs))
+
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
+        choices = []
+        for index, parts in enumerate(pieces):
+            prompt_lists = self._prompt_lists(index) if self._echo else None
+            lists = [prompt_lists, *(self._lists(index, part) for part in parts)]
+            text = "".join(part.text for part in parts)
+            choice = _text_choice(
+                index,
+                self._prompt_text(index) + text if self._echo else text,
+                shapes.joined([entry for entry in lists if entry]) if self._collectors is not None else None,
+                outputs[index].finish_reason,
+            )
+            choices.append(choice)
+        return _encode(self._head.fields("text_completion") | {"choices": choices, "usage": usage(job, outputs)})
+
+
+def _text_choice(
+    index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

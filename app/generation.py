@@ -1,0 +1,185 @@
+"""From a validated request to what the engine is asked for: prompts as ids, sampling parameters, and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from app.batcher import SequenceRequest
+from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.tokenizer import Tokenizer
+from punica_core.errors import ContextLengthExceeded, InvalidRequest
+from punica_core.protocol import SamplingParams
+
+_INLINE_CHARACTERS = 8192
+"""Longer prompts are tokenized on a thread: about a millisecond of work is where the event loop begins to feel it."""
+_DEFAULT_COMPLETION_TOKENS = 16
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's token ids, and its text as `echo` gives it back."""
+
+    ids: list[int]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as the engine sees it: choice `i` belongs to prompt `i // n`."""
+
+    prompts: list[Prompt]
+    n: int
+    requests: list[SequenceRequest]
+
+
+async def chat_job(body: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
+    """Render and tokenize a conversation. Raises InvalidRequest or ContextLengthExceeded."""
+    messages = [message.for_template() for message in body.messages]
+
+    def prompt_ids() -> list[int]:
+        text = tokenizer.render_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            variables=body.chat_template_kwargs,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    size = sum(len(message["content"] or "") for message in messages)
+    ids = await _off_loop_if_large(size, prompt_ids)
+    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=None)
+    alternatives = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = _sampling(body, tokenizer.vocab_size, limit, logprobs=alternatives)
+    return _job([Prompt(ids)], [sampling], body.n or 1)
+
+
+async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
+    """Tokenize the prompts of a completion. Raises InvalidRequest or ContextLengthExceeded."""
+    size = sum(map(len, body.prompts))
+    prompts = await _off_loop_if_large(size, lambda: _completion_prompts(body, tokenizer))
+    samplings = []
+    prompt_logprobs = body.logprobs if body.echo else None
+    if body.max_tokens == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0  # the one thing for which the engine runs a prompt without generating
+    for prompt in prompts:
+        limit = _output_limit(len(prompt.ids), body.max_tokens, max_model_len, default=_DEFAULT_COMPLETION_TOKENS)
+        samplings.append(
+            _sampling(body, tokenizer.vocab_size, limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+        )
+    return _job(prompts, samplings, body.n or 1)
+
+
+async def _off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
+    return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
+    prompts = []
+    for given in body.prompts:
+        if isinstance(given, str):
+            prompts.append(Prompt(tokenizer.encode(given, add_special_tokens=True), given))
+        else:
+            _check_ids(given, tokenizer.vocab_size, "prompt")
+            text = tokenizer.decode(given, skip_special_tokens=False) if body.echo else ""
+            prompts.append(Prompt(given, text))
+    return prompts
+
+
+def _check_ids(ids: list[int], vocab_size: int, field: str) -> None:
+    highest = max(ids)
+    if highest >= vocab_size:
+        raise InvalidRequest(
+            f"{field}: token id {highest} is outside the vocabulary (ids are below {vocab_size}).", param=field
+        )
+
+
+def _output_limit(prompt_tokens: int, asked: int | None, max_model_len: int, default: int | None) -> int:
+    """Tokens to generate: what was asked for must fit; a default is cut to what fits."""
+    if prompt_tokens == 0:
+        raise InvalidRequest("The prompt is empty: it has no tokens.", param="prompt")
+    room = max_model_len - prompt_tokens
+    if asked is None and room > 0:
+        return room if default is None else min(default, room)
+    wanted = 1 if asked is None else asked
+    if wanted > room:
+        output = f"{asked} in the output" if asked is not None else "at least 1 in the output"
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {output}). Please shorten the prompt or "
+            "the output (context_length_exceeded).",
+            param="max_tokens" if prompt_tokens < max_model_len else "messages",
+        )
+    return wanted
+
+
+def _sampling(
+    body: GenerationRequest,
+    vocab_size: int,
+    max_tokens: int,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    if stop_token_ids:
+        _check_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=_given(body.min_p, 0.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body, vocab_size),
+        seed=body.seed,
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _logit_bias(body: GenerationRequest, vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:40]!r} is not a token id (0 to {vocab_size - 1}).", param="logit_bias"
+            )
+        bias[int(key)] = float(value)
+    return bias
+
+
+def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int) -> Job:
+    requests = [
+        SequenceRequest(prompt.ids, _with_seed(sampling, choice))
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+        for choice in range(n)
+    ]
+    return Job(prompts, n, requests)
+
+
+def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choice i of a seeded request draws from seed + i (modulo 2^64, as signed)."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    seed = (sampling.seed + choice + 2**63) % 2**64 - 2**63
+
+    return msgspec.structs.replace(sampling, seed=seed)

@@ -1,0 +1,129 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app.api_errors import error_response
+from app.batcher import Flight, SequenceStream
+from app.body import read_body
+from app.formats import ChatFormat, CompletionFormat, Format
+from app.generation import Job, chat_job, completion_job
+from app.metrics import ModelMetrics
+from app.output_text import OutputText
+from app.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse
+from app.service import Service
+from app.streaming import GenerationResponse
+from punica_core.errors import ModelNotFound, PunicaError
+from punica_core.protocol import AdapterRef
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    admission = Admission(request)
+    try:
+        body = parse(ChatRequest, await read_body(request, admission.service.settings.max_body_bytes))
+        adapter = admission.resolve(body)
+        job = await chat_job(body, admission.service.tokenizer, admission.service.layout.max_model_len)
+        flight = admission.open(body, job, adapter)
+    except PunicaError as error:
+        return admission.refuse(error)
+    answer = ChatFormat(admission.service.tokenizer, with_logprobs=bool(body.logprobs))
+    outputs = admission.outputs(body, flight, lambda sequence: ())
+    return admission.response("chatcmpl", body, job, flight, outputs, answer)
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(request: Request) -> Response:
+    """Continue one or several prompts."""
+    admission = Admission(request)
+    try:
+        body = parse(CompletionRequest, await read_body(request, admission.service.settings.max_body_bytes))
+        adapter = admission.resolve(body)
+        job = await completion_job(body, admission.service.tokenizer, admission.service.layout.max_model_len)
+        flight = admission.open(body, job, adapter)
+    except PunicaError as error:
+        return admission.refuse(error)
+    outputs = admission.outputs(body, flight, lambda sequence: sequence.request.prompt_ids)
+    answer = CompletionFormat(
+        admission.service.tokenizer, job, outputs, echo=bool(body.echo), alternatives=body.logprobs
+    )
+    return admission.response("cmpl", body, job, flight, outputs, answer)
+
+
+class Admission:
+    """One request on its way in: counts it under its model whatever becomes of it."""
+
+    def __init__(self, request: Request) -> None:
+        self.service: Service = request.app.state.service
+        self._arrived_at = time.perf_counter()
+        self._metrics: ModelMetrics = self.service.metrics.unknown
+
+    def resolve(self, body: GenerationRequest) -> AdapterRef | None:
+        """The adapter asked for, None for the base. Raises ModelNotFound or AdapterError."""
+        try:
+            adapter = self.service.resolve(body.model)
+        except ModelNotFound:
+            raise
+        except PunicaError:
+            self._metrics = self.service.metrics.model(body.model)
+            raise
+        self._metrics = self.service.metrics.model(body.model)
+        return adapter
+
+    def open(self, body: GenerationRequest, job: Job, adapter: AdapterRef | None) -> Flight:
+        """Hand the job to the batcher. Raises CapacityError."""
+        eager = bool(body.stream or body.stop_strings)
+        flight = self.service.batcher.open(
+            job.requests, self._metrics, adapter=adapter, eager=eager, arrived_at=self._arrived_at
+        )
+        self._metrics.prompt_tokens += sum(len(prompt.ids) for prompt in job.prompts)
+        return flight
+
+    def outputs(
+        self, body: GenerationRequest, flight: Flight, prompt_ids: Callable[[SequenceStream], list[int] | tuple[()]]
+    ) -> list[OutputText]:
+        """A reader for each sequence. prompt_ids: the prompt that the text continues, if it does."""
+        skip_special = body.skip_special_tokens is not False
+        return [
+            OutputText(
+                sequence,
+                self.service.tokenizer.detokenizer(skip_special_tokens=skip_special, prompt_ids=prompt_ids(sequence)),
+                stops=body.stop_strings,
+                include_stop=bool(body.include_stop_str_in_output),
+            )
+            for sequence in flight.sequences
+        ]
+
+    def response(
+        self,
+        prefix: str,
+        body: GenerationRequest,
+        job: Job,
+        flight: Flight,
+        outputs: list[OutputText],
+        answer: Format,
+    ) -> GenerationResponse:
+        """The response that reads the flight."""
+        return GenerationResponse(
+            flight,
+            job,
+            outputs,
+            answer,
+            head=lambda adapter_key: self.service.head(prefix, body.model, adapter_key),
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            retry_after=lambda: self.service.supervisor.retry_after,
+        )
+
+    def refuse(self, error: PunicaError) -> Response:
+        """The response for a request that was not admitted."""
+        self._metrics.finish(error.code, time.perf_counter() - self._arrived_at)
+        return error_response(error, retry_after=self.service.supervisor.retry_after)

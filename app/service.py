@@ -1,0 +1,167 @@
+"""The parts of a running server, wired: what routes work with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from app.batcher import Batcher
+from app.formats import Head
+from app.metrics import Metrics
+from app.settings import Settings
+from app.supervisor import State, Supervisor
+from app.tokenizer import Tokenizer
+from app.tokenizer_files import tokenizer_folder
+from punica_core.adapters.registry import AdapterRegistry
+from punica_core.client import EngineClient
+from punica_core.config import EngineLayout
+from punica_core.errors import Draining, ModelNotFound, PunicaError
+from punica_core.protocol import AdapterRef, Event, Outputs, Progress, StepStarted
+
+log = logging.getLogger(__name__)
+
+
+def version() -> str:
+    """The installed version of Punica."""
+    try:
+        return metadata.version("punica")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class Service:
+    """Settings, engine, batcher, tokenizer, adapters and metrics of one server; `start` before use, `stop` after.
+
+    connect: makes an engine client for one life of the engine. on_progress: told of long steps of the start.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        connect: Callable[[], EngineClient],
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        config = settings.engine_config()
+        self.settings = settings
+        self.base_name = settings.base_name
+        self.created = int(time.time())
+        self.version = version()
+        self.registry = AdapterRegistry(Path(config.adapters) if config.adapters else None, {self.base_name})
+        self.supervisor = Supervisor(
+            connect,
+            config,
+            on_event=self._on_event,
+            on_lost=self._on_lost,
+            on_ready=self._on_ready,
+            on_progress=on_progress,
+            stall_timeout=settings.stall_timeout,
+        )
+        self.batcher = Batcher(
+            self.supervisor.submit,
+            self.supervisor.cancel,
+            self.supervisor.check_ready,
+            max_num_seqs=settings.max_num_seqs,
+            max_queue=settings.max_queue,
+        )
+        self.metrics = Metrics(self.model_names, lambda: self.batcher.in_flight)
+        self._layout: EngineLayout | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._lives = 0
+
+    @property
+    def layout(self) -> EngineLayout:
+        """What the engine computed; after start."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The base model's tokenizer; after start."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def is_healthy(self) -> bool:
+        """No stall or loss was noticed since the last engine became ready."""
+        return self.supervisor.state is State.READY
+
+    @property
+    def is_ready(self) -> bool:
+        """New work is taken."""
+        return self.is_healthy and not self.batcher.draining
+
+    def model_names(self) -> list[str]:
+        """The base model and every adapter, as clients may ask for them."""
+        return [self.base_name, *self.registry.names()]
+
+    def resolve(self, name: str) -> AdapterRef | None:
+        """The adapter of that name, None for the base. Raises ModelNotFound or AdapterError."""
+        if name == self.base_name:
+            return None
+        try:
+            return self.registry.resolve(name)
+        except ModelNotFound as error:
+            hint = f" The base model is {self.base_name!r}; GET /v1/models lists everything."
+            raise ModelNotFound(error.message + hint, param="model") from None
+
+    def head(self, prefix: str, model: str, adapter_key: str) -> Head:
+        """Id, time and fingerprint of a new response; the fingerprint names version, base and adapter content."""
+        identity = f"{prefix}-{time.time_ns():x}{id(object()):x}"
+        digest = hashlib.blake2s(identity.encode(), digest_size=12).hexdigest()
+        parts = (f"punica-{self.version}", self.base_name, adapter_key[:16])
+        fingerprint = ":".join(part for part in parts if part)
+        return Head(f"{prefix}-{digest}", int(time.time()), model, fingerprint)
+
+    async def start(self) -> None:
+        """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
+        layout = await self.supervisor.start()
+        try:
+            folder = await tokenizer_folder(Path(layout.model_dir), self.settings.cache)
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size)
+        except BaseException:
+            await self.supervisor.stop()
+            raise
+
+    def begin_drain(self) -> None:
+        """Take no new work from now on."""
+        if not self.batcher.draining:
+            log.info("Shutting down: no new requests; %d sequences in flight.", self.batcher.in_flight)
+        self.batcher.begin_drain()
+
+    async def finish_drain(self) -> None:
+        """Wait until all admitted work has ended, or end it with an error after `drain_timeout`."""
+        self.begin_drain()
+        try:
+            await asyncio.wait_for(self.batcher.wait_idle(), self.settings.drain_timeout)
+        except TimeoutError:
+            log.warning("Ending %d sequences that did not finish in time.", self.batcher.in_flight)
+            self.batcher.fail_all(Draining("The server shut down before this request was finished."))
+
+    async def stop(self) -> None:
+        """End everything; requests still in flight end with an error. Idempotent."""
+        self.begin_drain()
+        self.batcher.fail_all(Draining("The server shut down before this request was finished."))
+        await self.supervisor.stop()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Outputs):
+            if event.stats is not None:
+                self.metrics.on_stats(event.stats)
+            self.batcher.on_outputs(event.outputs)
+        elif isinstance(event, StepStarted) and not event.busy and self.batcher.in_flight == 0:
+            self.metrics.on_idle()
+
+    def _on_lost(self, error: PunicaError) -> None:
+        self.metrics.on_worker_lost()
+        self.batcher.fail_all(error)
+
+    def _on_ready(self, layout: EngineLayout) -> None:
+        self._layout = layout
+        self.metrics.worker_up = True
+        self.metrics.worker_restarts = self._lives
+        self._lives += 1

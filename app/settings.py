@@ -1,0 +1,219 @@
+"""What the user chose: one frozen `Settings`, from the command line, the environment, a YAML file, or the defaults.
+
+Precedence: command line > `PUNICA_*` > file > default. A key that does not exist is an error that names the nearest
+one, wherever it came from. This is the only module that reads the environment; it does so through an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from punica_core.config import Device, DType, EngineConfig, SgmvBackend
+from punica_core.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+ENV_PREFIX = "PUNICA_"
+
+_BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
+_SERVICE_VARIABLE = re.compile(
+    r"^PUNICA_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
+)
+
+
+# ruff: noqa: RUF009  # _key is dataclasses.field() with our metadata
+def _key(default: Any, help_text: str, *, is_bytes: bool = False) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text, "bytes": is_bytes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every key of the server. The help texts are those of `punica serve --help` and of configs/default.yaml."""
+
+    model: str = _key("", "base model: a folder, or a hub id; empty takes the demo model")
+    adapters: str = _key("", "folder whose sub-folders are PEFT adapters; empty serves none (the demo brings its own)")
+    served_model_name: str = _key("", "name of the base model in the API; empty takes the last part of `model`")
+    host: str = _key("127.0.0.1", "address to listen on")
+    port: int = _key(8000, "port to listen on; 0 takes a free one")
+    device: Device = _key("auto", "where the model runs")
+    dtype: DType = _key("auto", "dtype of weights; auto: float32 on the CPU, the checkpoint's own on a GPU")
+    kv_tokens: int = _key(0, "tokens of KV memory; 0 sizes it from free memory")
+    max_model_len: int = _key(0, "longest sequence (prompt + output) in tokens; 0 takes the model's own limit")
+    max_num_seqs: int = _key(64, "most sequences in one step")
+    max_num_batched_tokens: int = _key(512, "token budget of one step; longer prompts are prefilled in chunks")
+    max_lora_rank: int = _key(256, "adapters of a higher rank are refused; nothing is sized by it")
+    adapter_host_bytes: int = _key(0, "host memory for adapters, e.g. 2GiB; 0 sizes it from free memory", is_bytes=True)
+    adapter_gpu_bytes: int = _key(0, "GPU memory for adapters, e.g. 2GiB; 0 sizes it from free memory", is_bytes=True)
+    adapter_load_timeout: float = _key(60.0, "seconds after which an adapter's load fails its requests")
+    prefix_cache: bool = _key(True, "reuse the KV of equal prompt beginnings (same adapter and tenant)")
+    sgmv: SgmvBackend = _key("auto", "how LoRA is computed: CUDA kernels, or plain torch (reference)")
+    seed: int = _key(0, "seeds the noise of requests that bring no seed")
+    max_queue: int = _key(1024, "sequences that may wait beyond max_num_seqs; more are answered 429")
+    max_body_bytes: int = _key(
+        8 * 2**20, "largest request body, e.g. 8MiB; a larger one is answered 413", is_bytes=True
+    )
+    drain_timeout: float = _key(30.0, "seconds that running requests get to finish after SIGTERM")
+    stall_timeout: float = _key(
+        60.0, "a step longer than this, and than 10x the slowest one so far, restarts the worker"
+    )
+    cache: str = _key("", "folder for converted models and tokenizers; empty takes ~/.cache/punica")
+    log_level: LogLevel = _key("info", "least severe log lines to print")
+
+    def __post_init__(self) -> None:
+        positive = ("max_queue", "max_body_bytes", "drain_timeout", "stall_timeout")
+        for key in positive:
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{key} is {getattr(self, key)}; it must be positive.", param=key)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535.", param="port")
+        self.engine_config().validate()
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base model in the API."""
+        return self.served_model_name or Path(self.model).name or self.model
+
+    def engine_config(self) -> EngineConfig:
+        """The worker's part, with relative paths made absolute."""
+        shared = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
+        shared["model"] = str(Path(self.model).resolve()) if self.model and Path(self.model).is_dir() else self.model
+        shared["adapters"] = str(Path(self.adapters).resolve()) if self.adapters else ""
+        return EngineConfig(**shared)
+
+
+def all_keys() -> dict[str, dataclasses.Field[Any]]:
+    """All keys in order of declaration."""
+    return {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def key_type(name: str) -> Any:
+    """The annotation of a key: str, int, float, bool or a Literal."""
+    return typing.get_type_hints(Settings)[name]
+
+
+def load(
+    command_line: Mapping[str, Any], environ: Mapping[str, str], config_file: str | Path | None = None
+) -> Settings:
+    """Merge the sources. `command_line` holds only what was given; `config_file` None looks at PUNICA_CONFIG.
+
+    Raises ConfigError for an unknown key, a value of the wrong type, or an unreadable file.
+    """
+    chosen = config_file or environ.get(ENV_PREFIX + "CONFIG")
+    values: dict[str, Any] = {}
+    if chosen:
+        values |= {name: _convert(name, raw, f"{chosen}: {name}") for name, raw in _read_file(Path(chosen)).items()}
+    values |= _from_environment(environ, overridden=command_line.keys())
+    values |= {name: _convert(name, raw, f"--{name.replace('_', '-')}") for name, raw in command_line.items()}
+    return Settings(**values)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds a {type(document).__name__}; a mapping of keys to values is expected.")
+    for name in document:
+        if name not in all_keys():
+            raise ConfigError(f"{path}: unknown key {name!r}.{_nearest(str(name))}", param=str(name))
+    return document
+
+
+def _from_environment(environ: Mapping[str, str], overridden: typing.Collection[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, raw in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX + "CONFIG":
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in all_keys():
+            if name not in overridden:
+                values[name] = _convert_variable(name, variable, raw)
+        elif not _SERVICE_VARIABLE.match(variable):
+            raise ConfigError(f"Unknown environment variable {variable}.{_nearest(name, ENV_PREFIX)}", param=name)
+    return values
+
+
+def _convert_variable(name: str, variable: str, raw: str) -> Any:
+    if _SERVICE_URL.match(raw) and name in ("port", "host"):
+        raise ConfigError(
+            f"{variable}={raw} was put into the environment by Kubernetes, because a Service named "
+            f'"punica" exists in this namespace; it is not a {name}. Set `enableServiceLinks: false` in the pod, '
+            f"rename the Service, or pass --{name}.",
+            param=name,
+        )
+    return _convert(name, raw, variable)
+
+
+def _nearest(name: str, prefix: str = "") -> str:
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), all_keys(), n=1, cutoff=0.5)
+    if not close:
+        return ""
+    found = prefix + close[0].upper() if prefix else close[0]
+    return f" Did you mean {found}?"
+
+
+def _convert(name: str, raw: Any, source: str) -> Any:
+    """`raw` (a string, or a YAML scalar) as the key's type."""
+    if all_keys()[name].metadata["bytes"]:
+        return parse_bytes(raw, source)
+    kind = key_type(name)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if raw not in choices:
+            raise ConfigError(f"{source} is {raw!r}; choose one of {', '.join(choices)}.", param=name)
+        return raw
+    if kind is bool:
+        return _to_bool(raw, source)
+    if kind is str:
+        if not isinstance(raw, str):
+            raise ConfigError(f"{source} is {raw!r}; text is expected (put it in quotes).", param=name)
+        return raw
+    return _to_number(kind, raw, source)
+
+
+def _to_number(kind: type[int] | type[float], raw: Any, source: str) -> int | float:
+    wanted = "a whole number" if kind is int else "a number"
+    fits = isinstance(raw, str | int | float) and not isinstance(raw, bool)
+    if not fits or (kind is int and isinstance(raw, float)):
+        raise ConfigError(f"{source} is {raw!r}; {wanted} is expected.")
+    try:
+        number = kind(raw)
+    except ValueError:
+        raise ConfigError(f"{source} is {raw!r}; {wanted} is expected.") from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ConfigError(f"{source} is {raw!r}; a finite number is expected.")
+    return number
+
+
+def _to_bool(raw: Any, source: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if isinstance(raw, bool):
+        return raw
+    found = words.get(str(raw).lower())
+    if found is None:
+        raise ConfigError(f"{source} is {raw!r}; true or false is expected.")
+    return found
+
+
+def parse_bytes(raw: Any, source: str) -> int:
+    """A size such as 1073741824, "2GiB" (2^30), "2G" (the same) or "2GB" (10^9), in bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(raw))
+    unit = _BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or isinstance(raw, bool):
+        raise ConfigError(f"{source} is {raw!r}; a size in bytes is expected, such as 1073741824, 512MiB or 2GiB.")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

@@ -1,0 +1,141 @@
+"""From a flight to HTTP: server-sent events, or one JSON body. Plain ASGI, one send for each turn of the reader.
+
+Errors that are known before the first output are a status, not an event: the response starts with the first output.
+A client that leaves cancels its sequences at whatever stage they are, streamed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.api_errors import error_body, error_response
+from app.batcher import ClientGone, Flight, SequenceStream
+from app.formats import DONE, Format, Head
+from app.generation import Job
+from app.output_text import OutputText, Piece
+from punica_core.errors import PunicaError
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """The answer to one generation request.
+
+    head: called with the adapter_key when the first output is there. retry_after: seconds, for 503.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        job: Job,
+        outputs: Sequence[OutputText],
+        answer: Format,
+        *,
+        head: Callable[[str], Head],
+        stream: bool,
+        include_usage: bool,
+        retry_after: Callable[[], int],
+    ) -> None:
+        self.background = None
+        self.status_code = 200
+        self._flight = flight
+        self._job = job
+        self._outputs = outputs
+        self._answer = answer
+        self._head = head
+        self._stream = stream
+        self._include_usage = include_usage
+        self._retry_after = retry_after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.get_running_loop().create_task(_watch_disconnect(receive, self._flight))
+        status = "cancelled"
+        try:
+            await (self._send_events(send) if self._stream else self._send_body(send))
+            status = "ok"
+        except ClientGone:
+            pass
+        except _Failed as failed:
+            status = failed.error.code
+            await self._send_failure(failed, scope, receive, send)
+        finally:
+            self._flight.close()
+            watcher.cancel()
+            self._flight.metrics.finish(status, time.perf_counter() - self._flight.arrived_at)
+
+    async def _send_body(self, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._outputs]
+        while not self._ended:
+            changed = await self._flight.changed()
+            for index, piece in self._read(changed, started=False):
+                pieces[index].append(piece)
+        self._begin()
+        body = self._answer.whole(self._job, self._outputs, pieces)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, send: Send) -> None:
+        started = False
+        while not self._ended:
+            changed = await self._flight.changed()
+            pieces = self._read(changed, started=started)
+            if not started:
+                started = True
+                self._begin()
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            events = b"".join([self._answer.chunks(index, piece) for index, piece in pieces if not piece.is_empty])
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        last = self._answer.usage_chunk(self._job, self._outputs) + DONE if self._include_usage else DONE
+        await send({"type": "http.response.body", "body": last})
+
+    def _begin(self) -> None:
+        self._answer.begin(self._head(self._outputs[0].stream.adapter_key), usage_follows=self._include_usage)
+
+    def _read(self, changed: Sequence[SequenceStream], *, started: bool) -> list[tuple[int, Piece]]:
+        try:
+            pieces = [(sequence.index, self._outputs[sequence.index].read()) for sequence in changed]
+        except PunicaError as error:
+            raise _Failed(error, started) from None
+        for sequence in changed:
+            if self._outputs[sequence.index].finish_reason is not None:
+                sequence.cancel()
+        return pieces
+
+    @property
+    def _ended(self) -> bool:
+        return all(output.finish_reason is not None for output in self._outputs)
+
+    async def _send_failure(self, failed: _Failed, scope: Scope, receive: Receive, send: Send) -> None:
+        if not failed.started:
+            await error_response(failed.error, retry_after=self._retry_after())(scope, receive, send)
+            return
+        events = b"data: " + error_body(failed.error) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": events})
+
+
+class _Failed(Exception):
+    """A sequence ended with an error. started: the response's status is already on its way."""
+
+    def __init__(self, error: PunicaError, started: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.started = started
+
+
+async def _watch_disconnect(receive: Receive, flight: Flight) -> None:
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    flight.abandon()
