@@ -1,0 +1,234 @@
+"""Which adapters exist: the sub-folders of one directory, named as their folders, seen without a restart.
+
+    registry = AdapterRegistry(Path("adapters"), reserved_names={"llama"})
+    registry.names()             # sorted; from a listing that is at most about a second old
+    registry.resolve("sql-bot")  # looks at the files themselves, never at the listing
+
+A folder is an adapter if it has an `adapter_config.json`; one nested level gives names like `org/name`. Nothing is
+opened here: names are checked before they reach the file system, then files are stat'ed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, signature_of
+from punica_core.adapters.header import CONVERT_PICKLE, shorten
+from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
+from punica_core.protocol import AdapterRef
+
+MAX_NAME_LENGTH = 200
+LISTING_SECONDS = 1.0
+"""Age from which a listing is compared with the directory."""
+FULL_LISTING_SECONDS = 60.0
+"""Age from which it is made anew even if no folder seems to have come or gone."""
+RACY_SECONDS = 2.0
+"""A directory changed this shortly before it was listed may have changed again within its timestamp's grain."""
+
+_NUM_NEIGHBOURS = 48
+_NUM_MATCHES = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """names: sorted. unfinished: folders without a config, and their sub-folders. directories: mtimes by path."""
+
+    names: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    directories: dict[str, int]
+    checked_at: float
+    made_at: float
+    racy: bool
+
+
+class AdapterRegistry:
+    """root: the adapters' directory, or None for none. reserved_names: names of the base model; they win.
+
+    clock: seconds, for the age of listings only. Safe to call from several threads: a listing is replaced as a whole.
+    """
+
+    def __init__(
+        self, root: Path | None, reserved_names: Collection[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._root = None if root is None else os.path.realpath(root)
+        self._reserved = frozenset(reserved_names)
+        self._clock = clock
+        self._listing: _Listing | None = None
+        self._reported: set[str] = set()
+
+    def names(self) -> list[str]:
+        """Names of all adapters, sorted. Whether they can be served shows when one is asked for."""
+        return list(self._current().names)
+
+    def resolve(self, name: str) -> AdapterRef:
+        """The adapter of that name with its files' state as of now.
+
+        Raises ModelNotFound naming close matches, AdapterUnsupported if there are only pickled weights,
+        AdapterInvalid if the weights are missing or not a regular file. No message tells a path of the server.
+        """
+        folder = self._folder(name)
+        config = None if folder is None else self._stat_inside(os.path.join(folder, CONFIG_NAME))
+        if folder is None or config is None or not stat.S_ISREG(config.st_mode):
+            raise self._not_found(name)
+        weights = self._stat_inside(os.path.join(folder, WEIGHTS_NAME))
+        if weights is None:
+            raise _without_weights(name, folder)
+        if not stat.S_ISREG(weights.st_mode):
+            raise AdapterInvalid(f"Adapter {name!r}: {WEIGHTS_NAME} is not a regular file.", param="model")
+        return AdapterRef(
+            name=name, path=folder, config_signature=signature_of(config), weights_signature=signature_of(weights)
+        )
+
+    def _folder(self, name: str) -> str | None:
+        """The folder a name stands for; None, without a look at the file system, for what cannot be a name."""
+        if self._root is None or name in self._reserved or not _is_name(name):
+            return None
+        parts = name.split("/")
+        for depth in range(1, len(parts) + 1):
+            if not self._is_inside(os.path.join(self._root, *parts[:depth])):
+                return None
+        return os.path.join(self._root, *parts)
+
+    def _is_inside(self, path: str) -> bool:
+        """Whether a path below the root exists and is no symbolic link to a place outside of it."""
+        try:
+            if not stat.S_ISLNK(os.lstat(path).st_mode):
+                return True
+        except OSError:
+            return False
+        if os.path.realpath(path).startswith(f"{self._root}{os.sep}"):
+            return True
+        self._report(path, "adapter folder %r holds a symbolic link that leaves the adapters' directory: ignored")
+        return False
+
+    def _stat_inside(self, path: str) -> os.stat_result | None:
+        try:
+            return os.stat(path) if self._is_inside(path) else None
+        except OSError:
+            return None
+
+    def _current(self) -> _Listing:
+        now = self._clock()
+        listing = self._listing
+        if listing is not None and now - listing.checked_at < LISTING_SECONDS:
+            return listing
+        if listing is None or now - listing.made_at >= FULL_LISTING_SECONDS:
+            listing = self._list(now, known=frozenset())
+        elif self._has_changed(listing):
+            listing = replace(self._list(now, known=frozenset(listing.names)), made_at=listing.made_at)
+        else:
+            listing = replace(listing, checked_at=now)
+        self._listing = listing
+        return listing
+
+    def _has_changed(self, listing: _Listing) -> bool:
+        """Folders came or went, or one that lacked its config has it now. Costs one stat for each such folder."""
+        if listing.racy or any(_mtime_ns(path) != mtime for path, mtime in listing.directories.items()):
+            return True
+        return any(os.path.lexists(os.path.join(path, CONFIG_NAME)) for path in listing.unfinished)
+
+    def _list(self, now: float, known: frozenset[str]) -> _Listing:
+        """known: names that need no second look as long as their folders exist."""
+        if self._root is None:
+            return _Listing((), (), {}, now, now, racy=False)
+        names: list[str] = []
+        unfinished: list[str] = []
+        directories: dict[str, int] = {self._root: _mtime_ns(self._root)}
+        for folder in self._folders(self._root):
+            if folder in known or self._has_config(folder):
+                names.append(folder)
+                continue
+            path = os.path.join(self._root, folder)
+            unfinished.append(path)
+            directories[path] = _mtime_ns(path)
+            for nested in self._folders(path):
+                if self._has_config(f"{folder}/{nested}"):
+                    names.append(f"{folder}/{nested}")
+                else:
+                    unfinished.append(os.path.join(path, nested))
+        racy = max(directories.values()) > time.time_ns() - RACY_SECONDS * 1e9
+        return _Listing(tuple(sorted(self._served(names))), tuple(unfinished), directories, now, now, racy)
+
+    def _folders(self, path: str) -> Iterator[str]:
+        """Names of the folders in a directory that can be part of an adapter's name."""
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if (
+                        _is_part(entry.name)
+                        and entry.is_dir()
+                        and (not entry.is_symlink() or self._is_inside(entry.path))
+                    ):
+                        yield entry.name
+        except OSError as error:
+            self._report(path, f"adapter folder %r cannot be listed: {error.strerror}")
+
+    def _has_config(self, name: str) -> bool:
+        assert self._root is not None
+        return os.path.isfile(f"{self._root}/{name}/{CONFIG_NAME}")
+
+    def _served(self, names: list[str]) -> Iterator[str]:
+        for name in names:
+            if name in self._reserved:
+                self._report(name, "adapter folder %r has the name of the base model and is not served: rename it")
+            else:
+                yield name
+
+    def _report(self, path: str, message: str) -> None:
+        """Log a fault of a folder once."""
+        if path not in self._reported:
+            self._reported.add(path)
+            _log.warning(message, os.path.relpath(path, self._root) if os.path.isabs(path) else path)
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        matches = close_matches(name, self._current().names)
+        hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+        return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param="model")
+
+
+def close_matches(name: str, names: Collection[str]) -> list[str]:
+    """Up to three names like `name`, best first. Of many, only the alphabetical neighbours are compared."""
+    wanted = name[:MAX_NAME_LENGTH].strip(" \t\r\n\"'/.")
+    ordered = sorted(names) if not isinstance(names, tuple) else names
+    place = bisect.bisect_left(ordered, wanted)
+    near = ordered[max(0, place - _NUM_NEIGHBOURS) : place + _NUM_NEIGHBOURS]
+    folded = wanted.casefold()
+    same = [other for other in ordered if other.casefold() == folded][:_NUM_MATCHES]
+    similar = difflib.get_close_matches(wanted, near, n=_NUM_MATCHES)
+    return list(dict.fromkeys([*same, *similar]))[:_NUM_MATCHES]
+
+
+def _is_name(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(map(_is_part, parts))
+
+
+def _is_part(part: str) -> bool:
+    """Whether a string can be a folder's name here: printable, not hidden, no way out of the directory."""
+    return 0 < len(part) <= MAX_NAME_LENGTH and part[0] != "." and part.isprintable() and not {"/", "\\"} & set(part)
+
+
+def _without_weights(name: str, folder: str) -> AdapterUnsupported | AdapterInvalid:
+    if any(os.path.lexists(os.path.join(folder, pickle)) for pickle in PICKLE_NAMES):
+        return AdapterUnsupported(f"Adapter {name!r} has pickled weights only. {CONVERT_PICKLE}", param="model")
+    return AdapterInvalid(
+        f"Adapter {name!r} has no weights: {WEIGHTS_NAME} is missing. If it is still being written, try again.",
+        param="model",
+    )
+
+
+def _mtime_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
