@@ -1,0 +1,38 @@
+// v = A[token id]: the low-rank row of each token of an adapted segment, as the only split of the scratch.
+#pragma once
+
+#include "punica/tile.cuh"
+
+namespace punica {
+
+constexpr int kEmbedThreads = 128;
+constexpr int kEmbedBlocksPerSm = 4;
+
+template <typename T>
+__global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const __grid_constant__ EmbedParams params) {
+  start_next();
+  wait_for_previous();
+  Tables const& tables = params.tables;
+  int const num_tiles = __ldg(tables.plan + kNumExpandTiles);
+  int const offset = __ldg(tables.plan + kExpandOffset);
+  for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+    int4 const tile = load_item(tables.plan, offset, index);
+    TableRecord const record = load_record(tables, 0, tile.z);
+    T const* const a = static_cast<T const*>(tables.arena) + record.a_offset;
+    for (int i = threadIdx.x; i < tile.y * record.lora_rank; i += kEmbedThreads) {
+      int const row = tile.x + i / record.lora_rank;
+      int const r = i % record.lora_rank;
+      int64_t const token = params.ids_are_64_bit ? __ldcg(static_cast<long long const*>(params.token_ids) + row)
+                                                  : __ldcg(static_cast<int const*>(params.token_ids) + row);
+      params.scratch.v[static_cast<int64_t>(row) * params.scratch.max_rank + r] =
+          Convert<T>::to_float(a[token * record.lora_rank + r]);
+    }
+  }
+}
+
+template <typename T>
+cudaError_t launch_embed(EmbedParams const& params, LaunchConfig const& config) {
+  return launch(embed_kernel<T>, config.num_sms * kEmbedBlocksPerSm, kEmbedThreads, params, config);
+}
+
+}  // namespace punica

@@ -1,0 +1,180 @@
+// v = x A^T: every row of the step onto the low rank of its adapter, for all slices of a group.
+//
+// One work item is (unit, slice, split): at most 64 rows of one segment, a chunk of the lora_rank, a range of I. The ranks are
+// the rows of the tensor-core tile and the step's rows its columns, so that one row wastes nothing but tensor-core time,
+// of which there is plenty, and A goes from memory to registers in 16-byte loads that are already in operand order.
+#pragma once
+
+#include "punica/tile.cuh"
+
+namespace punica {
+
+constexpr int kShrinkWarps = 8;
+constexpr int kShrinkThreads = 32 * kShrinkWarps;
+constexpr int kShrinkBlocksPerSm = 2;
+constexpr int kStepColumns = 64;  // columns of I a warp takes at a time: 128 bytes of each row
+
+// A warp's tile: kRankTiles * 16 ranks by kRowTiles * 8 rows; kRowGroups groups of warps share out the rows, the warps of
+// a group the columns. kUnroll steps are loaded before the first is used.
+template <int kRankTiles_, int kRowTiles_, int kRowGroups_, int kUnroll_>
+struct ShrinkTile {
+  static constexpr int kRankTiles = kRankTiles_;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kUnroll = kUnroll_;
+  static constexpr int kColumnGroups = kShrinkWarps / kRowGroups;
+  static constexpr int kRanks = 16 * kRankTiles;
+  static constexpr int kRows = 8 * kRowTiles * kRowGroups;
+  static constexpr int kPitch = kRanks + 4;  // of the reduction buffer: without bank conflicts
+  static constexpr int kFloats = kColumnGroups * kRows * kPitch;
+};
+using ShortTile = ShrinkTile<1, 1, 1, 2>;   // segments of 1 to 8 rows
+using MiddleTile = ShrinkTile<2, 2, 1, 1>;  // up to 16 rows
+using TallTile = ShrinkTile<2, 4, 2, 1>;    // up to 64 rows
+static_assert(TallTile::kRows == kMaxTileRows);
+
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
+constexpr int kShrinkFloats = max_of(ShortTile::kFloats, max_of(MiddleTile::kFloats, TallTile::kFloats));
+
+struct ShrinkItem {
+  int row_start;
+  int row_count;
+  int rank_start;
+  int slice;
+  int split;
+  int first_step;  // steps of kStepColumns: [first_step, end_step)
+  int end_step;
+};
+
+template <typename T, typename Tile>
+struct ShrinkOperands {
+  Vec8 a[Tile::kUnroll][Tile::kRankTiles][2][2];  // [step][16 ranks][upper, lower 8][half of the step]
+  Vec8 x[Tile::kUnroll][Tile::kRowTiles][2];
+};
+
+template <typename T, typename Tile, bool kAligned>
+__device__ inline void load_operands(ShrinkOperands<T, Tile>& operands, ShrinkParams const& params, ShrinkItem const& item,
+                                     TableRecord const& record, int step, int first_row) {
+  int const lane = threadIdx.x % 32;
+  T const* const a = static_cast<T const*>(params.tables.arena) + record.a_offset;
+  T const* const x = static_cast<T const*>(params.x);
+#pragma unroll
+  for (int u = 0; u < Tile::kUnroll; ++u) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const this_step = step + u * Tile::kColumnGroups;
+      int const column = this_step * kStepColumns + half * 32 + lane % 4 * 8;
+      int const valid = this_step < item.end_step ? params.in_features - column : 0;
+#pragma unroll
+      for (int m = 0; m < Tile::kRankTiles; ++m)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          int const r = item.rank_start + m * 16 + side * 8 + lane / 4;
+          operands.a[u][m][side][half] = load8<Source::kConstant, kAligned>(
+              a + static_cast<int64_t>(r) * params.in_features + column, r < record.lora_rank ? valid : 0);
+        }
+#pragma unroll
+      for (int n = 0; n < Tile::kRowTiles; ++n) {
+        int const t = first_row + n * 8 + lane / 4;
+        operands.x[u][n][half] = load8<Source::kActivation, kAligned>(
+            x + (item.row_start + t) * params.x_stride + column, t < item.row_count ? valid : 0);
+      }
+    }
+  }
+}
+
+// Sums the warps' partial tiles in a fixed order and stores them to the item's split of v.
+template <typename Tile>
+__device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRowTiles][4], float* buffer,
+                                        ShrinkParams const& params, ShrinkItem const& item, int lora_rank, int first_row) {
+  int const lane = threadIdx.x % 32;
+  int const column_group = threadIdx.x / 32 % Tile::kColumnGroups;
+#pragma unroll
+  for (int m = 0; m < Tile::kRankTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < Tile::kRowTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const r = m * 16 + i / 2 * 8 + lane / 4;
+        int const t = first_row + n * 8 + lane % 4 * 2 + i % 2;
+        buffer[(column_group * Tile::kRows + t) * Tile::kPitch + r] = acc[m][n][i];
+      }
+  __syncthreads();
+  Scratch const& scratch = params.scratch;
+  for (int index = threadIdx.x; index < Tile::kRows * Tile::kRanks; index += kShrinkThreads) {
+    int const t = index / Tile::kRanks;
+    int const r = index % Tile::kRanks;
+    if (t >= item.row_count || item.rank_start + r >= lora_rank) continue;
+    float sum = 0.f;
+#pragma unroll
+    for (int group = 0; group < Tile::kColumnGroups; ++group)
+      sum += buffer[(group * Tile::kRows + t) * Tile::kPitch + r];
+    int64_t const row = static_cast<int64_t>(item.split) * scratch.num_rows + item.row_start + t;
+    scratch.v[(row * params.tables.slices + item.slice) * scratch.max_rank + item.rank_start + r] = sum;
+  }
+  __syncthreads();
+}
+
+template <typename T, typename Tile, bool kAligned>
+__device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const& item, TableRecord const& record,
+                                   float* buffer) {
+  int const warp = threadIdx.x / 32;
+  int const first_row = warp / Tile::kColumnGroups * Tile::kRowTiles * 8;
+  float acc[Tile::kRankTiles][Tile::kRowTiles][4] = {};
+  int const stride = Tile::kColumnGroups * Tile::kUnroll;
+  for (int step = item.first_step + warp % Tile::kColumnGroups; step < item.end_step; step += stride) {
+    ShrinkOperands<T, Tile> operands;
+    load_operands<T, Tile, kAligned>(operands, params, item, record, step, first_row);
+#pragma unroll
+    for (int u = 0; u < Tile::kUnroll; ++u)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int m = 0; m < Tile::kRankTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < Tile::kRowTiles; ++n)
+            mma_16x8x32<T>(acc[m][n], operands.a[u][m][0][half], operands.a[u][m][1][half], operands.x[u][n][half]);
+  }
+  reduce_and_store<Tile>(acc, buffer, params, item, record.lora_rank, first_row);
+}
+
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kShrinkThreads, kShrinkBlocksPerSm) shrink_kernel(const __grid_constant__ ShrinkParams params) {
+  __shared__ float buffer[kShrinkFloats];
+  start_next();
+  wait_for_previous();
+  Tables const& tables = params.tables;
+  int const num_units = __ldg(tables.plan + kNumShrinkUnits);
+  int const offset = __ldg(tables.plan + kShrinkOffset);
+  int const splits = split_count(params.scratch, num_units, tables.slices, params.in_features);
+  int const steps = (params.in_features + kStepColumns - 1) / kStepColumns;
+  for (int index = blockIdx.x; index < num_units * tables.slices * splits; index += gridDim.x) {
+    ShrinkItem item;
+    item.split = index % splits;
+    item.slice = index / splits % tables.slices;
+    int4 const unit = load_item(tables.plan, offset, index / splits / tables.slices);
+    TableRecord const record = load_record(tables, item.slice, unit.z);
+    item.row_start = unit.x;
+    item.row_count = unit.y;
+    item.rank_start = unit.w & 0xffff;
+    if (item.rank_start >= record.lora_rank) continue;
+    item.first_step = steps * item.split / splits;
+    item.end_step = steps * (item.split + 1) / splits;
+    if (unit.w >> 16 == kShrinkChunkShort) {
+      shrink_item<T, ShortTile, kAligned>(params, item, record, buffer);
+    } else if (item.row_count <= MiddleTile::kRows) {
+      shrink_item<T, MiddleTile, kAligned>(params, item, record, buffer);
+    } else {
+      shrink_item<T, TallTile, kAligned>(params, item, record, buffer);
+    }
+  }
+}
+
+template <typename T>
+cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config) {
+  bool const aligned = params.in_features % 8 == 0 && params.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
+  auto* const kernel = aligned ? shrink_kernel<T, true> : shrink_kernel<T, false>;
+  return launch(kernel, config.num_sms * kShrinkBlocksPerSm, kShrinkThreads, params, config);
+}
+
+}  // namespace punica

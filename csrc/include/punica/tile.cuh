@@ -1,0 +1,157 @@
+// Building blocks of the kernels: 16-byte loads, tensor-core tiles, programmatic dependent launch, launching.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "punica/params.h"
+
+namespace punica {
+
+template <typename T>
+struct Convert;
+
+template <>
+struct Convert<__nv_bfloat16> {
+  static __device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+  static __device__ __nv_bfloat16 from_float(float value) { return __float2bfloat16_rn(value); }
+};
+
+template <>
+struct Convert<__half> {
+  static __device__ float to_float(__half value) { return __half2float(value); }
+  static __device__ __half from_float(float value) { return __float2half_rn(value); }
+};
+
+// Eight 16-bit elements.
+union Vec8 {
+  uint4 raw;
+  uint32_t word[4];
+  uint16_t element[8];
+};
+
+__device__ inline Vec8 zero8() {
+  Vec8 out;
+  out.raw = make_uint4(0, 0, 0, 0);
+  return out;
+}
+
+template <typename T>
+__device__ inline float get(Vec8 const& vec, int index) {
+  T value;
+  memcpy(&value, &vec.element[index], sizeof(T));
+  return Convert<T>::to_float(value);
+}
+
+template <typename T>
+__device__ inline void set(Vec8& vec, int index, float value) {
+  T const rounded = Convert<T>::from_float(value);
+  memcpy(&vec.element[index], &rounded, sizeof(T));
+}
+
+// Loads of data that is constant while kernels run (weights) may use L1; data that an earlier kernel writes must not: with
+// dependent launch, an L1 line can be older than the write.
+enum class Source { kConstant, kActivation };
+
+template <Source kSource>
+__device__ inline uint4 load16(void const* pointer) {
+  auto const* vec = static_cast<uint4 const*>(pointer);
+  return kSource == Source::kConstant ? __ldg(vec) : __ldcg(vec);
+}
+
+template <Source kSource>
+__device__ inline uint16_t load2(void const* pointer) {
+  auto const* element = static_cast<unsigned short const*>(pointer);
+  return kSource == Source::kConstant ? __ldg(element) : __ldcg(element);
+}
+
+// Up to eight elements from `pointer`, of which `valid` exist (may be <= 0); the others are zero.
+template <Source kSource, bool kAligned, typename T>
+__device__ inline Vec8 load8(T const* pointer, int valid) {
+  Vec8 out = zero8();
+  if constexpr (kAligned) {
+    if (valid > 0) out.raw = load16<kSource>(pointer);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < valid) out.element[i] = load2<kSource>(pointer + i);
+  }
+  return out;
+}
+
+// Zeroes the elements from `valid` on.
+__device__ inline void keep_first(Vec8& vec, int valid) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i >= valid) vec.element[i] = 0;
+}
+
+// d[16 x 8] += a[16 x 16] * b[16 x 8], fp32 accumulation. Lane l = 4 g + q holds: a words (row g, k 2q..), (row g+8, k 2q..),
+// (row g, k 2q+8..), (row g+8, k 2q+8..); b words (k 2q.., column g), (k 2q+8.., column g); d (row g, columns 2q, 2q+1),
+// (row g+8, columns 2q, 2q+1).
+template <typename T>
+__device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                   uint32_t b1) {
+  if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// d += top/bottom [16 x 32] * column [32 x 8], all three loaded as eight consecutive k elements a lane: lane q of a quad
+// holds k = 8q .. 8q+7. The sum over k may be taken in any order, so this needs no shuffle into the native order.
+template <typename T>
+__device__ inline void mma_16x8x32(float (&d)[4], Vec8 const& top, Vec8 const& bottom, Vec8 const& column) {
+  mma_16x8x16<T>(d, top.word[0], bottom.word[0], top.word[1], bottom.word[1], column.word[0], column.word[1]);
+  mma_16x8x16<T>(d, top.word[2], bottom.word[2], top.word[3], bottom.word[3], column.word[2], column.word[3]);
+}
+
+// Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
+// next kernel's blocks start as soon as every block of this one has called it.
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void start_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline TableRecord load_record(Tables const& tables, int slice, int slot) {
+  auto const* words = reinterpret_cast<int4 const*>(tables.table + static_cast<int64_t>(slice) * tables.num_slots + slot);
+  TableRecord record;
+  auto* out = reinterpret_cast<int4*>(&record);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) out[i] = __ldg(words + i);
+  return record;
+}
+
+__device__ inline int4 load_item(int32_t const* plan, int offset, int index) {
+  return __ldg(reinterpret_cast<int4 const*>(plan + offset) + index);
+}
+
+__device__ inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(grid);
+  launch_config.blockDim = dim3(block);
+  launch_config.stream = config.stream;
+  launch_config.attrs = &attribute;
+  launch_config.numAttrs = config.dependent_launch ? 1 : 0;
+  return cudaLaunchKernelEx(&launch_config, kernel, params);
+}
+
+}  // namespace punica

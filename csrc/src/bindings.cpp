@@ -1,0 +1,166 @@
+// The only file that knows torch: checks, dtype dispatch, and registration of the CUDA implementations. Written on torch's
+// stable ABI, so that it compiles without a GPU build of torch and one library serves several versions of it. Schemas and
+// their documentation: punica_core/ops/__init__.py.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "punica/params.h"
+
+// Lives in libtorch_cuda only. Weak, so that the library also loads beside a CPU build of torch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kMaxSplits = 32;
+
+int to_int(int64_t value) {
+  STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), "size ", value, " does not fit 32 bits");
+  return static_cast<int>(value);
+}
+
+void check_cuda(cudaError_t error, char const* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, "punica::", what, ": ", cudaGetErrorString(error));
+}
+
+punica::LaunchConfig launch_config(Tensor const& on_device) {
+  int const device = on_device.get_device_index();
+  void* stream = nullptr;
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this build of torch has no CUDA");
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0, "cannot get the current CUDA stream");
+  int num_sms = 0;
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
+  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream)};
+}
+
+void check_rows(char const* name, Tensor const& rows, Tensor const& arena) {
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1, name, " must be 2-D with contiguous rows");
+  STD_TORCH_CHECK(rows.scalar_type() == arena.scalar_type(), name, " and the arena must have one dtype");
+}
+
+punica::Tables make_tables(Tensor const& arena, Tensor const& table, Tensor const& plan) {
+  STD_TORCH_CHECK(arena.scalar_type() == ScalarType::BFloat16 || arena.scalar_type() == ScalarType::Half,
+                  "the CUDA kernels take bfloat16 and float16; use `sgmv: reference` for other dtypes");
+  STD_TORCH_CHECK(arena.dim() == 1 && arena.is_contiguous(), "arena must be contiguous 1-D");
+  STD_TORCH_CHECK(table.dim() == 3 && table.is_contiguous() && table.scalar_type() == ScalarType::Long &&
+                      table.size(0) >= 1 && table.size(0) <= punica::kMaxSlices &&
+                      table.size(2) * 8 == static_cast<int64_t>(sizeof(punica::TableRecord)),
+                  "table must be contiguous int64 [1..", punica::kMaxSlices, " slices, N, 6]");
+  STD_TORCH_CHECK(plan.dim() == 1 && plan.is_contiguous() && plan.scalar_type() == ScalarType::Int,
+                  "plan must be contiguous 1-D int32");
+  return {arena.data_ptr(), static_cast<punica::TableRecord const*>(table.data_ptr()),
+          static_cast<int32_t const*>(plan.data_ptr()), to_int(table.size(0)), to_int(table.size(1))};
+}
+
+punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int64_t max_rank, int num_sms) {
+  STD_TORCH_CHECK(v.dim() == 1 && v.is_contiguous() && v.scalar_type() == ScalarType::Float, "v must be contiguous 1-D float32");
+  STD_TORCH_CHECK(max_rank >= 8 && max_rank <= punica::kMaxRank && max_rank % 8 == 0,
+                  "max_rank must be a multiple of 8 up to ", punica::kMaxRank, ", got ", max_rank);
+  int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);
+  STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
+  int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, kMaxSplits));
+  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), static_cast<int>(max_rank), max_splits, 2 * num_sms};
+}
+
+template <typename Params>
+void dispatch(Tensor const& arena, char const* what, cudaError_t (*bf16)(Params const&, punica::LaunchConfig const&),
+              cudaError_t (*fp16)(Params const&, punica::LaunchConfig const&), Params const& params,
+              punica::LaunchConfig const& config) {
+  check_cuda((arena.scalar_type() == ScalarType::BFloat16 ? bf16 : fp16)(params, config), what);
+}
+
+void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank) {
+  torch::stable::accelerator::DeviceGuard const guard(x.get_device_index());
+  check_rows("x", x, arena);
+  auto const config = launch_config(x);
+  punica::ShrinkParams params{};
+  params.tables = make_tables(arena, table, plan);
+  params.scratch = make_scratch(v, x.size(0), params.tables.slices, max_rank, config.num_sms);
+  params.x = x.data_ptr();
+  params.x_stride = x.stride(0);
+  params.in_features = to_int(x.size(1));
+  dispatch(arena, "lora_shrink", punica::launch_shrink<__nv_bfloat16>, punica::launch_shrink<__half>, params, config);
+}
+
+void lora_embed(Tensor v, Tensor token_ids, Tensor arena, Tensor table, Tensor plan, int64_t max_rank) {
+  torch::stable::accelerator::DeviceGuard const guard(token_ids.get_device_index());
+  STD_TORCH_CHECK(token_ids.dim() == 1 && token_ids.is_contiguous() &&
+                      (token_ids.scalar_type() == ScalarType::Int || token_ids.scalar_type() == ScalarType::Long),
+                  "token_ids must be contiguous 1-D int32 or int64");
+  auto const config = launch_config(token_ids);
+  punica::EmbedParams params{};
+  params.tables = make_tables(arena, table, plan);
+  STD_TORCH_CHECK(params.tables.slices == 1, "lora_embed takes one slice");
+  params.scratch = make_scratch(v, token_ids.size(0), 1, max_rank, config.num_sms);
+  params.token_ids = token_ids.data_ptr();
+  params.ids_are_64_bit = token_ids.scalar_type() == ScalarType::Long;
+  dispatch(arena, "lora_embed", punica::launch_embed<__nv_bfloat16>, punica::launch_embed<__half>, params, config);
+}
+
+void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, std::vector<int64_t> out_features,
+                 int64_t in_features, int64_t max_rank) {
+  torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
+  check_rows("y", y, arena);
+  auto const config = launch_config(y);
+  punica::ExpandParams params{};
+  params.tables = make_tables(arena, table, plan);
+  params.scratch = make_scratch(v, y.size(0), params.tables.slices, max_rank, config.num_sms);
+  params.y = y.data_ptr();
+  params.y_stride = y.stride(0);
+  params.in_features = to_int(in_features);
+  STD_TORCH_CHECK(static_cast<int>(out_features.size()) == params.tables.slices, "out_features must name every slice");
+  int column = 0;
+  int chunks = 0;
+  for (int slice = 0; slice < params.tables.slices; ++slice) {
+    params.widths[slice] = to_int(out_features[slice]);
+    params.columns[slice] = column;
+    column += params.widths[slice];
+    chunks += (params.widths[slice] + punica::kExpandColumns - 1) / punica::kExpandColumns;
+    params.chunk_end[slice] = chunks;
+  }
+  STD_TORCH_CHECK(column == y.size(1), "out_features add up to ", column, ", y has ", y.size(1), " columns");
+  dispatch(arena, "lora_expand", punica::launch_expand<__nv_bfloat16>, punica::launch_expand<__half>, params, config);
+}
+
+void segment_gemm(Tensor y, Tensor x, Tensor arena, Tensor table, Tensor plan) {
+  torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
+  check_rows("x", x, arena);
+  check_rows("y", y, arena);
+  STD_TORCH_CHECK(x.size(0) == y.size(0), "x has ", x.size(0), " rows, y has ", y.size(0));
+  punica::SegmentGemmParams params{};
+  params.tables = make_tables(arena, table, plan);
+  STD_TORCH_CHECK(params.tables.slices == 1, "segment_gemm takes one slice");
+  params.x = x.data_ptr();
+  params.y = y.data_ptr();
+  params.x_stride = x.stride(0);
+  params.y_stride = y.stride(0);
+  params.in_features = to_int(x.size(1));
+  params.out_features = to_int(y.size(1));
+  dispatch(arena, "segment_gemm", punica::launch_segment_gemm<__nv_bfloat16>, punica::launch_segment_gemm<__half>, params,
+           launch_config(y));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(punica, CUDA, library) {
+  library.impl("lora_shrink", TORCH_BOX(&lora_shrink));
+  library.impl("lora_embed", TORCH_BOX(&lora_embed));
+  library.impl("lora_expand", TORCH_BOX(&lora_expand));
+  library.impl("segment_gemm", TORCH_BOX(&segment_gemm));
+}

@@ -1,0 +1,3 @@
+#include "punica/expand.cuh"
+
+template cudaError_t punica::launch_expand<__half>(punica::ExpandParams const&, punica::LaunchConfig const&);

@@ -1,0 +1,132 @@
+"""Operators of Punica in the torch namespace ``punica``: schemas, reference and fake implementations.
+
+Importing this registers the ops with their torch reference for CPU. ``punica_core.ops.cuda.load()`` adds the CUDA
+kernels. Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank · ``I``/``O`` in/out features ·
+``N`` slots. ``arena``, ``table`` and ``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices
+that share their input (q, k, v; gate, up) go through one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from punica_core.ops import reference
+
+__all__ = ["lora_apply", "lora_embed", "lora_expand", "lora_shrink", "segment_gemm"]
+
+_LIBRARY = torch.library.Library("punica", "DEF")
+
+
+def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    """Project each row onto the low rank of its adapter, for all slices of a fused group.
+
+    **Semantics**: ``v[rows, s, :R] = x[rows] @ A[s, slot].T`` for each segment (rows, slot) and slice s, in fp32.
+
+    ``v`` (mutated) is fp32 scratch of at least ``T*slices*max_rank`` elements, seen as
+    ``[splits, T, slices, max_rank]``: an implementation may leave the sum in several parts, as many as fit; only
+    ``lora_expand`` called with the same x width, table, plan and max_rank knows how many. Nothing else of v is
+    defined afterwards.
+
+    Args:
+        v: fp32 ``[numel]``, numel >= T*slices*max_rank; 16 times that lets a small batch use the whole GPU.
+        x: ``[T, I]``, rows contiguous, dtype of the arena.
+        arena: 1-D, bf16 or fp16 (CPU also fp32).
+        table: int64 ``[slices, N, 6]``.
+        plan: int32 ``[capacity]``.
+        max_rank: bound of every lora_rank in the table.
+    """
+    torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank)
+
+
+def lora_expand(
+    y: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    in_features: int,
+    max_rank: int,
+) -> None:
+    """Add the adapters' output to the whole fused output of a group.
+
+    **Semantics**: ``y[rows, cols_s] = gain * (y[rows, cols_s] + scale * v[rows, s, :R] @ B[s, slot].T) + bias`` for
+    each segment (rows, slot) and slice s with R > 0, rounded once; other elements of y keep their bits.
+
+    Args:
+        y: ``[T, sum(out_features)]`` (mutated), rows contiguous, dtype of the arena.
+        v: what ``lora_shrink`` or ``lora_embed`` left.
+        arena, table, plan, max_rank: as for the call that filled v.
+        out_features: O of each slice, in the order of y's columns.
+        in_features: I of the ``lora_shrink`` before, 1 after ``lora_embed``.
+    """
+    torch.ops.punica.lora_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
+
+
+def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    """Look up each token's low-rank row in the embedding adapter of its segment.
+
+    **Semantics**: ``v[t, 0, :R] = A[slot][token_ids[t]]`` with ``A [V, R]`` row-major without padding at the record's A
+    offset (PEFT's ``lora_embedding_A`` transposed). ``lora_expand(..., in_features=1)`` completes it.
+
+    Args:
+        v: fp32 scratch (mutated), numel >= T*max_rank.
+        token_ids: int32 or int64 ``[T]``, each below the V of the adapters of its rows.
+        arena, table, plan, max_rank: as for ``lora_shrink``; one slice.
+    """
+    torch.ops.punica.lora_embed(v, token_ids, arena, table, plan, max_rank)
+
+
+def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor) -> None:
+    """Apply a full matrix of the segment's own, such as a saved ``lm_head``.
+
+    **Semantics**: ``y[rows] = gain * (scale * x[rows] @ W[slot].T) + bias`` for each segment whose record has
+    lora_rank != 0; ``W [O, I]`` lies at the record's B offset, its row pitch rounded up to 8. Other rows keep their bits.
+
+    Args:
+        y: ``[T, O]`` (mutated), rows contiguous, dtype of the arena.
+        x: ``[T, I]``, rows contiguous, dtype of the arena.
+        arena, table, plan: as for ``lora_shrink``; one slice.
+    """
+    torch.ops.punica.segment_gemm(y, x, arena, table, plan)
+
+
+def lora_apply(
+    y: Tensor,
+    x: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    max_rank: int,
+) -> None:
+    """``lora_shrink`` and ``lora_expand`` of one fused group: ``y += adapters(x)``. Arguments as there."""
+    lora_shrink(v, x, arena, table, plan, max_rank)
+    lora_expand(y, v, arena, table, plan, out_features, x.size(1), max_rank)
+
+
+def _register() -> None:
+    tables = "Tensor arena, Tensor table, Tensor plan"
+    schemas = {
+        "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank) -> ()",
+        "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank) -> ()",
+        "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
+        "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
+    }
+    checks = {
+        "lora_shrink": reference.check_shrink,
+        "lora_expand": reference.check_expand,
+        "lora_embed": reference.check_embed,
+        "segment_gemm": reference.check_segment_gemm,
+    }
+    for name, schema in schemas.items():
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, getattr(reference, name), "CPU")
+        torch.library.register_fake(f"punica::{name}", checks[name], lib=_LIBRARY)
+
+
+_register()

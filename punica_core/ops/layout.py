@@ -1,0 +1,66 @@
+"""Memory layouts that the host code, the torch reference and the CUDA kernels share.
+
+Each number here has its twin in ``csrc/include/punica/params.h``.
+
+Arena
+    One flat 1-D tensor of the model's dtype. ``A [R, I]`` is row-major without padding. ``B [O, R]`` is row-major with
+    its row pitch rounded up to :data:`ROW_ALIGNMENT` elements, so that each row starts on 16 bytes. A full matrix of
+    ``segment_gemm`` ``W [O, I]`` is stored like ``B``. Each matrix starts at a multiple of :data:`ROW_ALIGNMENT`
+    elements. Padding is never read into a result.
+
+Table
+    ``int64 [slices, N, RECORD_WORDS]``: one record a slice and slot, see :class:`Field`. Offsets count elements of the
+    arena; a gain or bias offset of -1 means that there is none.
+
+Plan
+    ``int32 [capacity]``: the metadata of one step, see :class:`Header`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+ROW_ALIGNMENT: Final = 8
+RECORD_WORDS: Final = 6
+HEADER_WORDS: Final = 8
+ITEM_WORDS: Final = 4
+MAX_SLICES: Final = 4
+MAX_RANK: Final = 256
+
+SHRINK_CHUNK_SHORT: Final = 16
+"""lora_rank columns of a shrink unit of a segment of at most 8 rows."""
+SHRINK_CHUNK_TALL: Final = 32
+"""lora_rank columns of a shrink unit of any other segment."""
+
+
+class Field(IntEnum):
+    """Words of a table record. The fourth holds two 32-bit halves: lora_rank (int32, low) and scale (fp32, high)."""
+
+    A_OFFSET = 0
+    B_OFFSET = 1
+    GAIN_OFFSET = 2
+    BIAS_OFFSET = 3
+    RANK_AND_SCALE = 4
+
+
+class Header(IntEnum):
+    """Words of a plan's header.
+
+    A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
+    Expand tile: row_start, row_count, slot, 0. Offsets count words from the start of the plan.
+    """
+
+    NUM_SEGMENTS = 0
+    NUM_ROWS = 1
+    INDPTR_OFFSET = 2
+    SLOT_OFFSET = 3
+    NUM_SHRINK_UNITS = 4
+    SHRINK_OFFSET = 5
+    NUM_EXPAND_TILES = 6
+    EXPAND_OFFSET = 7
+
+
+def row_pitch(width: int) -> int:
+    """Elements between two rows of a padded matrix of ``width`` columns."""
+    return -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT

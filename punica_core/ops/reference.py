@@ -1,0 +1,211 @@
+"""Every op of the ``punica`` namespace in plain torch: the specification, the CPU path and the oracle of the kernels.
+
+Accumulates in fp32 for 16-bit inputs. Reads the plan and the table on the host, so on a GPU it synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from punica_core.ops.layout import MAX_RANK, MAX_SLICES, ROW_ALIGNMENT, Field, Header, row_pitch
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One decoded table record; offsets in elements of the arena, -1 for an absent gain or bias."""
+
+    a_offset: int
+    b_offset: int
+    gain_offset: int
+    bias_offset: int
+    lora_rank: int
+    scale: float
+
+
+def read_record(table: Tensor, slice_index: int, slot: int) -> Record:
+    """Decode the record of ``slot`` in slice ``slice_index`` of a ``[slices, N, RECORD_WORDS]`` table."""
+    words = table[slice_index, slot].cpu()
+    packed = words[Field.RANK_AND_SCALE : Field.RANK_AND_SCALE + 1]
+    a_offset, b_offset, gain_offset, bias_offset = words[: Field.RANK_AND_SCALE].tolist()
+    return Record(
+        a_offset=a_offset,
+        b_offset=b_offset,
+        gain_offset=gain_offset,
+        bias_offset=bias_offset,
+        lora_rank=int(packed.view(torch.int32)[0]),
+        scale=float(packed.view(torch.float32)[1]),
+    )
+
+
+def segments(plan: Tensor) -> Iterator[tuple[slice, int]]:
+    """Yield (rows, slot) of each non-empty segment of the plan that has an adapter."""
+    header = plan[: len(Header)].tolist()
+    count = header[Header.NUM_SEGMENTS]
+    indptr_offset, slot_offset = header[Header.INDPTR_OFFSET], header[Header.SLOT_OFFSET]
+    indptr = plan[indptr_offset : indptr_offset + count + 1].tolist()
+    slots = plan[slot_offset : slot_offset + count].tolist()
+    for start, end, slot in zip(indptr, indptr[1:], slots, strict=False):
+        if end > start and slot >= 0:
+            yield slice(start, end), slot
+
+
+def _matrix(arena: Tensor, offset: int, rows: int, width: int, pitch: int) -> Tensor:
+    return arena[offset : offset + rows * pitch].view(rows, pitch)[:, :width]
+
+
+def _scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> Tensor:
+    return v[: num_rows * slices * max_rank].view(num_rows, slices, max_rank)
+
+
+def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    check_shrink(v, x, arena, table, plan, max_rank)
+    out = _scratch(v, x.size(0), table.size(0), max_rank)
+    for rows, slot in segments(plan):
+        for index in range(table.size(0)):
+            record = read_record(table, index, slot)
+            if record.lora_rank:
+                a = _matrix(arena, record.a_offset, record.lora_rank, x.size(1), x.size(1))
+                out[rows, index, : record.lora_rank] = x[rows].float() @ a.float().T
+
+
+def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    check_embed(v, token_ids, arena, table, plan, max_rank)
+    out = _scratch(v, token_ids.size(0), 1, max_rank)
+    for rows, slot in segments(plan):
+        record = read_record(table, 0, slot)
+        if record.lora_rank:
+            columns = torch.arange(record.lora_rank, device=arena.device)
+            index = record.a_offset + token_ids[rows, None].long() * record.lora_rank + columns
+            out[rows, 0, : record.lora_rank] = arena[index].float()
+
+
+def lora_expand(
+    y: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    in_features: int,
+    max_rank: int,
+) -> None:
+    check_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
+    hidden = _scratch(v, y.size(0), table.size(0), max_rank)
+    for rows, slot in segments(plan):
+        column = 0
+        for index, width in enumerate(out_features):
+            record = read_record(table, index, slot)
+            if record.lora_rank:
+                b = _matrix(arena, record.b_offset, width, record.lora_rank, row_pitch(record.lora_rank))
+                delta = record.scale * (hidden[rows, index, : record.lora_rank] @ b.float().T)
+                out = y[rows, column : column + width]
+                out.copy_(_affine(out.float() + delta, arena, record, width))
+            column += width
+
+
+def _affine(y: Tensor, arena: Tensor, record: Record, width: int) -> Tensor:
+    if record.gain_offset >= 0:
+        y = y * arena[record.gain_offset : record.gain_offset + width].float()
+    if record.bias_offset >= 0:
+        y = y + arena[record.bias_offset : record.bias_offset + width].float()
+    return y
+
+
+def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor) -> None:
+    check_segment_gemm(y, x, arena, table, plan)
+    for rows, slot in segments(plan):
+        record = read_record(table, 0, slot)
+        if record.lora_rank:
+            w = _matrix(arena, record.b_offset, y.size(1), x.size(1), row_pitch(x.size(1)))
+            out = record.scale * (x[rows].float() @ w.float().T)
+            y[rows] = _affine(out, arena, record, y.size(1)).to(y.dtype)
+
+
+def _check_common(arena: Tensor, table: Tensor, plan: Tensor) -> None:
+    torch._check(
+        arena.dim() == 1 and arena.is_contiguous(),
+        lambda: f"arena must be a contiguous 1-D tensor, got {tuple(arena.shape)}",
+    )
+    torch._check(
+        table.dtype == torch.int64 and table.dim() == 3 and table.is_contiguous(),
+        lambda: f"table must be contiguous int64 [slices, N, 6], got {table.dtype} {tuple(table.shape)}",
+    )
+    torch._check(
+        1 <= table.size(0) <= MAX_SLICES and table.size(2) == 6,
+        lambda: f"table must be [1..{MAX_SLICES} slices, N, 6], got {tuple(table.shape)}",
+    )
+    torch._check(
+        plan.dtype == torch.int32 and plan.dim() == 1 and plan.is_contiguous(),
+        lambda: f"plan must be contiguous 1-D int32, got {plan.dtype} {tuple(plan.shape)}",
+    )
+
+
+def _check_rows(name: str, rows: Tensor, arena: Tensor) -> None:
+    torch._check(
+        rows.dim() == 2 and rows.stride(1) == 1,
+        lambda: f"{name} must be 2-D with contiguous rows, got {tuple(rows.shape)} strides {rows.stride()}",
+    )
+    torch._check(
+        rows.dtype == arena.dtype, lambda: f"{name} is {rows.dtype}, the arena is {arena.dtype}: want one dtype"
+    )
+
+
+def _check_scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> None:
+    torch._check(
+        v.dim() == 1 and v.dtype == torch.float32 and v.is_contiguous(),
+        lambda: f"v must be contiguous 1-D float32, got {v.dtype} {tuple(v.shape)}",
+    )
+    torch._check(
+        max_rank % ROW_ALIGNMENT == 0 and 0 < max_rank <= MAX_RANK,
+        lambda: f"max_rank must be a multiple of {ROW_ALIGNMENT} up to {MAX_RANK}, got {max_rank}",
+    )
+    need = num_rows * slices * max_rank
+    torch._check(v.numel() >= need, lambda: f"v holds {v.numel()} floats, want at least T*slices*max_rank = {need}")
+
+
+def check_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    _check_common(arena, table, plan)
+    _check_rows("x", x, arena)
+    _check_scratch(v, x.size(0), table.size(0), max_rank)
+
+
+def check_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+    _check_common(arena, table, plan)
+    torch._check(
+        token_ids.dim() == 1 and token_ids.dtype in (torch.int32, torch.int64),
+        lambda: f"token_ids must be 1-D int32 or int64, got {token_ids.dtype} {tuple(token_ids.shape)}",
+    )
+    torch._check(table.size(0) == 1, lambda: f"lora_embed takes one slice, got {table.size(0)}")
+    _check_scratch(v, token_ids.size(0), 1, max_rank)
+
+
+def check_expand(
+    y: Tensor,
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    in_features: int,
+    max_rank: int,
+) -> None:
+    _check_common(arena, table, plan)
+    _check_rows("y", y, arena)
+    torch._check(
+        len(out_features) == table.size(0) and sum(out_features) == y.size(1),
+        lambda: f"out_features {list(out_features)} must name {table.size(0)} slices that add up to {y.size(1)}",
+    )
+    torch._check(in_features >= 1, lambda: f"in_features must be positive, got {in_features}")
+    _check_scratch(v, y.size(0), table.size(0), max_rank)
+
+
+def check_segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor) -> None:
+    _check_common(arena, table, plan)
+    _check_rows("x", x, arena)
+    _check_rows("y", y, arena)
+    torch._check(y.size(0) == x.size(0), lambda: f"x has {x.size(0)} rows, y has {y.size(0)}: want as many")
+    torch._check(table.size(0) == 1, lambda: f"segment_gemm takes one slice, got {table.size(0)}")
