@@ -22,8 +22,8 @@ MAX_VOCAB_SIZE = 1 << (62 - WEIGHT_BITS)
 HEAD = 64
 """Likeliest tokens that are put in order for top_k and top_p; a longer list takes the slower `keep_heaviest`."""
 
-BUCKET_SHIFT = 18
-"""Of the 32 bits of a float32 weight, those that the histogram of `keep_heaviest` leaves out (5 mantissa bits stay)."""
+BUCKET_SHIFT = 20
+"""Of the 32 bits of a float32 weight, those that the histogram of `keep_heaviest` leaves out (3 mantissa bits stay)."""
 
 BLOCK = 128
 """Columns that are reduced together first: reductions that carry an index are slow over a whole vocabulary."""
