@@ -12,9 +12,11 @@ from typing import Protocol
 
 import msgspec
 
-from punica_core.errors import InternalError, PunicaError, to_wire
-from punica_core.protocol import AdapterLoad, AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
-from punica_core.scheduler.plan import Residency, StepPlan, StepResult
+from punica_core.errors import InternalError, RequestError
+from punica_core.lora.cache import AdapterCache
+from punica_core.protocol import NewSequence, SequenceOutput, StepStats
+from punica_core.scheduler.outcome import error_output
+from punica_core.scheduler.plan import StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -30,31 +32,10 @@ class Runner(Protocol):
         """Compute the plan's rows; raises only for faults that are not one row's own."""
 
 
-class AdapterTier(Residency, Protocol):
-    """The adapter cache as the engine uses it."""
-
-    def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
-        """Loads that failed since the last call."""
-
-    def take_loads(self) -> list[AdapterLoad]:
-        """Loads that ended since the last call."""
-
-    def fill_stats(self, stats: StepStats) -> StepStats:
-        """`stats` with the cache's gauges and counters filled in."""
-
-
-def failed_output(request_id: int, error: PunicaError) -> SequenceOutput:
-    """The terminal output of a sequence that ends with `error`."""
-    code, message = to_wire(error)
-    return SequenceOutput(
-        request_id, finish_reason=FinishReason.ERROR, error_code=code, error_message=message
-    )
-
-
 class Engine:
     """Every submitted sequence ends in exactly one terminal output, whatever fails on the way."""
 
-    def __init__(self, scheduler: Scheduler, adapters: AdapterTier, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, adapters: AdapterCache, runner: Runner) -> None:
         self._scheduler = scheduler
         self._adapters = adapters
         self._runner = runner
@@ -73,8 +54,8 @@ class Engine:
         for sequence in sequences:
             try:
                 self._scheduler.add(sequence, now)
-            except PunicaError as error:
-                outputs.append(failed_output(sequence.request_id, error))
+            except RequestError as error:
+                outputs.append(error_output(sequence.request_id, error))
         return outputs
 
     def cancel(self, request_ids: Iterable[int], now: float) -> list[SequenceOutput]:
@@ -132,12 +113,15 @@ class Engine:
             )
 
     def stats(self) -> StepStats:
-        """A snapshot of gauges and counters; loads are reported once."""
-        stats = self._adapters.fill_stats(self._scheduler.stats())
+        """A snapshot of gauges and counters; adapter loads are reported once."""
+        cache = self._adapters.stats()
         return msgspec.structs.replace(
-            stats,
+            self._scheduler.stats(),
             steps=self._steps,
             last_step_seconds=self._last_step,
             slowest_step_seconds=self._slowest_step,
-            adapter_loads=self._adapters.take_loads(),
+            adapters_host=cache.resident,
+            adapter_host_bytes_used=cache.bytes_used,
+            adapter_evictions=cache.evictions,
+            adapter_loads=cache.loads,
         )

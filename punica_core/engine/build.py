@@ -1,0 +1,98 @@
+"""Builds an engine from a configuration: the one place where the worker's parts are wired."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from punica_core.config import EngineConfig, EngineLayout
+from punica_core.engine.engine import Engine
+from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
+from punica_core.engine.sampler import Sampler
+from punica_core.kv.block_pool import BlockPool
+from punica_core.kv.prefix_cache import PrefixCache
+from punica_core.lora.cache import AdapterCache
+from punica_core.model.loader import LoadedModel, load_model
+from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.scheduler import Scheduler
+
+ADAPTER_FRACTION = 0.25
+"""Share of the free host memory that adapters may take when adapter_host_bytes is 0."""
+
+
+def build_engine(
+    config: EngineConfig,
+    on_progress: Callable[[str, float], None],
+    on_adapter_loaded: Callable[[], None],
+) -> tuple[Engine, EngineLayout]:
+    """Load the model, plan the memory, wire the parts. Raises ConfigError when that cannot work.
+
+    on_adapter_loaded is called on a reader thread whenever an adapter load has ended.
+    """
+    loaded = load_model(config, on_progress)
+    free_bytes = free_host_bytes()
+    num_blocks = plan_memory(config, loaded, free_bytes)
+    adapter_bytes = config.adapter_host_bytes or int(free_bytes * ADAPTER_FRACTION)
+    layout = layout_of(loaded, num_blocks, adapter_bytes)
+    on_progress("allocating the KV cache", 0.95)
+    adapters = AdapterCache(
+        loaded.module_shapes,
+        loaded.dtype,
+        adapter_bytes,
+        max_lora_rank=config.max_lora_rank,
+        load_timeout=config.adapter_load_timeout,
+        on_loaded=on_adapter_loaded,
+    )
+    pool = BlockPool(num_blocks)
+    prefix_cache = PrefixCache(pool, layout.block_size) if config.prefix_cache else None
+    scheduler = Scheduler(SchedulerLimits.of(config, layout), pool, prefix_cache, adapters)
+    sampler = Sampler(layout.vocab_size, layout.eos_token_ids, config.seed)
+    runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), adapters.weights, sampler)
+    return Engine(scheduler, adapters, runner), layout
+
+
+def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> EngineLayout:
+    """What was computed from configuration and model, as it is reported to the front end."""
+    return EngineLayout(
+        model_dir=str(loaded.model_dir),
+        architecture=loaded.architecture,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=loaded.max_model_len,
+        num_blocks=num_blocks,
+        base_bytes=loaded.base_bytes,
+        adapter_host_bytes=adapter_bytes,
+        torch_version=str(torch.__version__),
+        transformers_version=str(transformers.__version__),
+    )
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping, in bytes; cgroup limits are respected where they are lower."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    available = max(available, _meminfo_available())
+    return min(available, _cgroup_headroom(default=available))
+
+
+def _meminfo_available() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return 0
+
+
+def _cgroup_headroom(default: int) -> int:
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            return max(int(limit.read()) - int(current.read()), 0)
+    except (OSError, ValueError):
+        return default  # no cgroup v2, or "max"
