@@ -172,4 +172,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
-TestPrefixCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPrefixCacheMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

@@ -187,7 +187,10 @@ def make_rig(
     max_model_len: int = 64,
     overtake_limit: float = 1.0,
     adapter_wait_limit: float = 1.0,
+    scheduler_type: type[Scheduler] = Scheduler,
+    cache_type: type[PrefixCache] = PrefixCache,
 ) -> Rig:
+    """A rig; the two types may be replaced by ones broken on purpose."""
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -198,9 +201,9 @@ def make_rig(
         adapter_wait_limit=adapter_wait_limit,
     )
     pool = BlockPool(num_blocks)
-    cache = PrefixCache(pool, BLOCK_SIZE) if prefix_cache else None
+    cache = cache_type(pool, BLOCK_SIZE) if prefix_cache else None
     residency = FakeResidency(num_slots, load_steps)
-    return Rig(limits, pool, cache, residency, Scheduler(limits, pool, cache, residency), FakeModel())
+    return Rig(limits, pool, cache, residency, scheduler_type(limits, pool, cache, residency), FakeModel())
 
 
 def _kv(adapter_key: str, tenant: str, tokens: list[int]) -> str:

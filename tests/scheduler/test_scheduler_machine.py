@@ -1,0 +1,135 @@
+"""The scheduler under random clients, and schedulers broken on purpose that must not survive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
+from punica_core.scheduler.plan import RowPlan, StepResult
+from punica_core.scheduler.scheduler import Scheduler
+from punica_core.scheduler.sequence import Sequence
+from punica_core.scheduler.step_builder import StepBuilder
+from tests.support.scheduler_machine import SchedulerMachine
+from tests.support.scheduling import Rig, make_rig
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+class LeaksBlocks(Scheduler):
+    def _release(self, sequence: Sequence) -> None:
+        self._pool.retain(sequence.block_table[:1])
+        super()._release(sequence)
+
+
+class KeepsAdapterOfCancelled(Scheduler):
+    def _end(self, sequence: Sequence) -> None:
+        sequence.grant = None
+        super()._end(sequence)
+
+
+class ReleasesWhileExecuting(Scheduler):
+    def _end(self, sequence: Sequence) -> None:
+        sequence.in_flight = False
+        super()._end(sequence)
+
+
+class ForgetsTokensOfPreempted(Scheduler):
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        del sequence.token_ids[sequence.num_prompt :]
+        super()._preempt(sequence, step)
+
+
+class KeepsKvOfPreempted(Scheduler):
+    """Believes that released blocks still hold what was computed."""
+
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        num_computed = sequence.num_computed
+        super()._preempt(sequence, step)
+        sequence.num_computed = num_computed
+
+
+class AnswersCancelledAgain(Scheduler):
+    def _update_row(self, row: RowPlan, result: StepResult) -> object:  # type: ignore[override]
+        row.sequence.status = row.sequence.status.RUNNING
+        return super()._update_row(row, result)
+
+
+class IgnoresSeats(Scheduler):
+    def _full(self, step: StepBuilder) -> None:  # type: ignore[override]
+        return None
+
+
+class ForgetsTenants(Scheduler):
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        assert self._prefix_cache is not None
+        matches = [self._prefix_cache.match(sequence.adapter_key, t, sequence.token_ids) for t in ("", "t")]
+        return max(matches, key=lambda match: match.num_tokens)
+
+
+class ReadsCacheForPromptLogprobs(Scheduler):
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        assert self._prefix_cache is not None
+        return self._prefix_cache.match(sequence.adapter_key, sequence.request.tenant, sequence.token_ids)
+
+
+class LeavesNothingToCompute(PrefixCache):
+    def match(self, adapter_key, tenant, token_ids):  # type: ignore[no-untyped-def]
+        return super().match(adapter_key, tenant, [*token_ids, 0])
+
+
+class OneKeyForAllAdapters(PrefixCache):
+    def match(self, adapter_key, tenant, token_ids):  # type: ignore[no-untyped-def]
+        return super().match("", tenant, token_ids)
+
+    def chain(self, adapter_key, tenant):  # type: ignore[no-untyped-def]
+        return super().chain("", tenant)
+
+
+def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = PrefixCache) -> Callable[..., Rig]:
+    def build(**options: object) -> Rig:
+        if cache is not PrefixCache or scheduler in (ForgetsTenants, ReadsCacheForPromptLogprobs):
+            options["prefix_cache"] = True
+        return make_rig(**options, scheduler_type=scheduler, cache_type=cache)  # type: ignore[arg-type]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        LeaksBlocks,
+        KeepsAdapterOfCancelled,
+        ReleasesWhileExecuting,
+        ForgetsTokensOfPreempted,
+        KeepsKvOfPreempted,
+        AnswersCancelledAgain,
+        IgnoresSeats,
+        ForgetsTenants,
+        ReadsCacheForPromptLogprobs,
+        LeavesNothingToCompute,
+        OneKeyForAllAdapters,
+    ],
+)
+def test_a_broken_scheduler_does_not_survive(broken: type) -> None:
+    parts = {"cache": broken} if issubclass(broken, PrefixCache) else {"scheduler": broken}
+
+    class Machine(SchedulerMachine):
+        rig_factory = staticmethod(rig_with(**parts))
+
+    search = settings(
+        max_examples=300,
+        stateful_step_count=50,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run_state_machine_as_test(Machine, settings=search)

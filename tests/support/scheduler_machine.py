@@ -1,0 +1,177 @@
+"""Random clients against a scheduler: arrivals, cancels at every stage, adapters that load, fail and compete.
+
+Everything a client must be able to rely on is checked after every step and, at the end, that all of it is over and
+nothing is held. A test that passes here must fail with a scheduler that is broken on purpose; see
+tests/scheduler/test_scheduler_machine.py for both.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from punica_core.errors import AdapterInvalid
+from punica_core.protocol import FinishReason, NewSequence
+from punica_core.scheduler.plan import StepPlan
+from tests.support.residency import adapter_ref
+from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
+
+ADAPTERS = [None, adapter_ref("a"), adapter_ref("b"), adapter_ref("c"), adapter_ref("a", version=2)]
+STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+MAX_TOKENS = 7
+NUM_BLOCKS = 7
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The rig is tight on purpose: 7 blocks of 4 tokens, 3 seats, 6 tokens a step, 2 adapters at a time."""
+
+    rig_factory = staticmethod(make_rig)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[int, NewSequence] = {}
+        self.expected: dict[int, list[int]] = {}
+        self.doomed: set[int] = set()
+        self.plan: StepPlan | None = None
+
+    @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3))
+    def build(self, prefix_cache: bool, load_steps: int) -> None:
+        self.rig: Rig = self.rig_factory(
+            num_blocks=NUM_BLOCKS,
+            num_slots=2,
+            load_steps=load_steps,
+            prefix_cache=prefix_cache,
+            max_num_seqs=3,
+            max_num_batched_tokens=6,
+            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+            overtake_limit=0.5,
+            adapter_wait_limit=0.5,
+        )
+
+    @rule(
+        shared=st.integers(0, len(STEM)),
+        own=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        max_tokens=st.integers(0, MAX_TOKENS),
+        adapter=st.sampled_from(ADAPTERS),
+        tenant=st.sampled_from(["", "t"]),
+        scored=st.booleans(),
+    )
+    def add(self, shared: int, own: list[int], max_tokens: int, adapter: object, tenant: str, scored: bool) -> None:
+        request_id = len(self.requests)
+        request = new_sequence(
+            request_id,
+            [*STEM[:shared], *own],
+            max_tokens=max_tokens,
+            adapter=adapter,  # type: ignore[arg-type]
+            tenant=tenant,
+            prompt_logprobs=0 if scored or max_tokens == 0 else None,
+        )
+        self._submit(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def add_twin(self, data: st.DataObject) -> None:
+        """The same prompt once more, so that prefixes are shared, also of a sequence that runs right now."""
+        twin = self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
+        self._submit(msgspec.structs.replace(twin, request_id=len(self.requests)))
+
+    @precondition(lambda self: self.rig.scheduler.has_unfinished())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from([i for i in self.requests if not self._ended(i)]))
+        output = self.rig.cancel(request_id)
+        assert output is not None
+        assert output.finish_reason is FinishReason.CANCELLED
+        self.doomed.add(request_id)
+
+    @precondition(lambda self: any(map(self._ended, self.requests)))
+    @rule(data=st.data())
+    def cancel_what_ended(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from([i for i in self.requests if self._ended(i)]))
+        assert self.rig.cancel(request_id) is None
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.rig.scheduler.schedule(self.rig.now)
+        self.rig.record(plan)
+        limits = self.rig.limits
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert len(plan.rows) <= limits.max_num_seqs
+        ids = [row.sequence.request_id for row in plan.rows]
+        assert len(set(ids)) == len(ids)
+        assert [row.slot for row in plan.rows] == sorted(row.slot for row in plan.rows)
+        self.plan = plan
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def execute(self) -> None:
+        assert self.plan is not None
+        self._adapters_of_the_step_are_in_place(self.plan)
+        result = self.rig.model.execute(self.plan)
+        self.rig.now += self.rig.step_seconds
+        self.rig.finish(self.plan, result)
+        self.plan = None
+
+    @precondition(lambda self: self.rig.residency.loading)
+    @rule(data=st.data())
+    def fail_load(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.rig.residency.loading, key=str)))
+        self.rig.residency.fail(ref)
+        for output in self.rig.scheduler.fail_adapter(ref, AdapterInvalid("no such tensor")):
+            assert output.error_code == AdapterInvalid.code
+            assert self.requests[output.request_id].adapter == ref
+            self.rig.outputs[output.request_id].append(output)
+            self.doomed.add(output.request_id)
+
+    @invariant()
+    def invariants(self) -> None:
+        self.rig.scheduler.check()
+        self._the_executing_step_holds_what_it_uses()
+        for request_id in self.requests:
+            ends = [output.finish_reason is not None for output in self.rig.outputs[request_id]]
+            assert not any(ends[:-1]), "something was sent after the terminal output"
+            tokens = self.rig.tokens(request_id)
+            assert tokens == self.expected[request_id][: len(tokens)], "a token was lost, repeated or sampled again"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        if self.plan is not None:
+            self.execute()
+        self.rig.run(max_steps=60 + 60 * len(self.requests))
+        self.rig.assert_idle()
+        for request_id, request in self.requests.items():
+            end = self.rig.end(request_id)
+            if request_id not in self.doomed:
+                assert end.finish_reason is FinishReason.LENGTH
+                assert self.rig.tokens(request_id) == self.expected[request_id]
+                self._prompt_logprobs_came_once(request_id, request)
+
+    def _submit(self, request: NewSequence) -> None:
+        self.requests[request.request_id] = request
+        self.expected[request.request_id] = expected_tokens(request)
+        self.rig.add(request)
+
+    def _ended(self, request_id: int) -> bool:
+        return any(output.finish_reason is not None for output in self.rig.outputs[request_id])
+
+    def _the_executing_step_holds_what_it_uses(self) -> None:
+        for row in self.plan.rows if self.plan is not None else ():
+            assert not any(map(self.rig.pool.is_free, row.block_table)), "a block was freed under the step"
+            assert row.sequence.adapter is None or self.rig.residency.pins[row.sequence.adapter] > 0
+
+    def _adapters_of_the_step_are_in_place(self, plan: StepPlan) -> None:
+        slots = self.rig.residency.slots
+        for row in plan.rows:
+            if row.sequence.adapter is not None:
+                assert slots.get(row.sequence.adapter) == row.slot, "an adapter moved while a step used it"
+
+    def _prompt_logprobs_came_once(self, request_id: int, request: NewSequence) -> None:
+        reports = [o.prompt_logprobs for o in self.rig.outputs[request_id] if o.prompt_logprobs is not None]
+        if request.sampling.prompt_logprobs is None:
+            assert not reports
+            return
+        (entries,) = reports
+        assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
