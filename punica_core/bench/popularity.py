@@ -11,8 +11,8 @@ POPULARITIES: Final = ("distinct", "uniform", "skewed", "identical")
 def request_counts(popularity: str, num_requests: int) -> list[int]:
     """Requests of each adapter, most popular first; they add up to ``num_requests``.
 
-    distinct: an adapter each. uniform: ⌈√n⌉ adapters, spread evenly. skewed: ⌊1.5^k⌋ for k = 0, 1, … while they fit, the
-    rest one adapter more. identical: one adapter.
+    distinct: an adapter each. uniform: ⌈√n⌉ adapters, spread evenly. skewed: ⌊1.5^k⌋ for k = 0, 1, … while they fit,
+    the rest one adapter more. identical: one adapter.
 
     Raises:
         ValueError: an unknown popularity, or fewer than one request.

@@ -96,7 +96,7 @@ class SegmentPlan:
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(_NUM_STAGING)]
-        self._arrays = [staging.numpy() for staging in self._staging]
+        self._arrays: list[Int32Array] = [staging.numpy() for staging in self._staging]
         self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING
         self._next = 0
         self.num_segments = 0

@@ -84,7 +84,8 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
     """Apply a full matrix of the segment's own, such as a saved ``lm_head``.
 
     **Semantics**: ``y[rows] = gain * (scale * x[rows] @ W[slot].T) + bias`` for each segment whose record has
-    lora_rank != 0; ``W [O, I]`` lies at the record's B offset, its row pitch rounded up to 8. Other rows keep their bits.
+    lora_rank != 0; ``W [O, I]`` lies at the record's B offset, its row pitch rounded up to 8. Other rows keep their
+    bits.
 
     Args:
         y: ``[T, O]`` (mutated), rows contiguous, dtype of the arena.

@@ -1,6 +1,7 @@
 """Compile the CUDA kernels into one library: ``python -m punica_core.ops.build``.
 
-Needs nvcc and a C++20 compiler, but neither a GPU nor a GPU build of torch: the binding is written on torch's stable ABI.
+Needs nvcc and a C++20 compiler, but neither a GPU nor a GPU build of torch: the binding is written on torch's stable
+ABI.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def build_key(sources: Path, archs: Sequence[str]) -> str:
 
 
 def build(output: Path, archs: Sequence[str], *, jobs: int = 2, toolchain: Toolchain | None = None) -> Path:
-    """Compile every source for ``archs`` and link them into ``output``; beside it, ``<output>.key`` holds the build key.
+    """Compile every source for ``archs`` and link them into ``output``, with the build key in ``<output>.key``.
 
     Args:
         output: path of the library; replaced in one step when everything has succeeded.

@@ -22,7 +22,7 @@ from punica_core.ops.build import (
 
 def is_loaded() -> bool:
     """Whether the CUDA kernels are registered in this process."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("punica::lora_shrink", "CUDA")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("punica::lora_shrink", "CUDA"))
 
 
 def load(library: Path | None = None, *, cache_directory: Path | None = None) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,15 +15,6 @@ CPU_BF16 = pytest.param("cpu", torch.bfloat16, id="cpu-bf16")
 GPU_BF16 = pytest.param("cuda", torch.bfloat16, id="gpu-bf16", marks=pytest.mark.gpu)
 GPU_FP16 = pytest.param("cuda", torch.float16, id="gpu-fp16", marks=pytest.mark.gpu)
 targets = pytest.mark.parametrize(("device", "dtype"), [CPU, CPU_BF16, GPU_BF16, GPU_FP16])
-
-
-@pytest.fixture(autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu"):
-        from punica_core.ops import cuda
-
-        cuda.load()
-    yield
 
 
 def check(batch: LoraBatch) -> None:
@@ -80,7 +69,8 @@ def test_prompts_of_many_rows(dtype, counts) -> None:
 
 
 @pytest.mark.gpu
-def test_the_largest_widths(dtype: torch.dtype = torch.bfloat16) -> None:
+def test_the_largest_widths() -> None:
+    dtype = torch.bfloat16
     ranks = (16, 64, 7)
     check(
         make_batch(rows_of([2, 1, 9]), ranks=ranks, in_features=29568, out_features=(8192,), dtype=dtype, device="cuda")

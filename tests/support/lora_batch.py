@@ -102,8 +102,8 @@ def make_batch(
 ) -> LoraBatch:
     """Build a batch: slot s has lora_rank ``ranks[s % len(ranks)]``.
 
-    The arena, the scratch and ``y_padding`` columns beside y are poisoned with NaN. ``missing`` lists (slot, slice) pairs
-    that the adapter does not target.
+    The arena, the scratch and ``y_padding`` columns beside y are poisoned with NaN. ``missing`` lists (slot, slice)
+    pairs that the adapter does not target.
     """
     generator = torch.Generator(device).manual_seed(seed)
     num_slots = max(max(row_slots), 0) + 1

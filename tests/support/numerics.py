@@ -9,8 +9,8 @@ from torch import Tensor
 def assert_as_exact_as_torch(got: Tensor, exact: Tensor, same_dtype: Tensor) -> None:
     """Fail unless ``got`` is at most twice as far from ``exact`` as torch doing the same maths in got's dtype.
 
-    Compares the largest and the root-mean-square error, with a floor of one rounding of the result, and requires NaN and
-    Inf at the same positions. Prints the worst element.
+    Compares the largest and the root-mean-square error, with a floor of one rounding of the result, and requires NaN
+    and Inf at the same positions. Prints the worst element.
     """
     assert got.shape == exact.shape
     assert torch.equal(torch.isfinite(got), torch.isfinite(exact)), "NaN or Inf at other positions"

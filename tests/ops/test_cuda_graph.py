@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.lora_batch import LoraBatch, make_batch, rows_of
+from tests.support.numerics import assert_as_exact_as_torch
+
+pytestmark = pytest.mark.gpu
+
+NUM_ROWS = 40
+RANKS = (16, 1, 33, 64, 8)
+
+
+def captured(batch: LoraBatch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    out = batch.y.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        batch.apply(y=out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.apply(y=out)
+    return graph, out
+
+
+def batch_of(dtype: torch.dtype = torch.bfloat16) -> LoraBatch:
+    slots = rows_of([1] * NUM_ROWS)
+    return make_batch(slots, ranks=RANKS, in_features=1024, out_features=(264, 64), dtype=dtype, device="cuda")
+
+
+def draw_rows(generator: np.random.Generator) -> np.ndarray:
+    """Any mix: how many adapters, how skewed, and where rows without adapter stand are random."""
+    num_adapters = int(generator.integers(1, NUM_ROWS + 1))
+    weights = generator.random(num_adapters) ** generator.uniform(0.5, 8)
+    rows = generator.choice(num_adapters, NUM_ROWS, p=weights / weights.sum())
+    rows[generator.random(NUM_ROWS) < generator.choice([0.0, 0.1, 0.9])] = -1
+    return np.sort(rows).astype(np.int32)
+
+
+def test_one_graph_replays_any_mix_with_the_bits_of_eager() -> None:
+    batch = batch_of()
+    graph, out = captured(batch)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        batch.row_slots = draw_rows(generator)
+        batch.plan.set_rows(batch.row_slots, batch.tables.slot_rank)
+        want = batch.apply()
+        out.copy_(batch.y)
+        graph.replay()
+        assert torch.equal(out, want)
+    assert_as_exact_as_torch(out, batch.expected(), batch.expected(out.dtype))
+
+
+def test_rows_beyond_the_step_keep_their_bits_under_a_padded_graph() -> None:
+    batch = batch_of()
+    graph, out = captured(batch)
+    batch.plan.set_rows(batch.row_slots[:5].copy(), batch.tables.slot_rank)
+    out.copy_(batch.y)
+    graph.replay()
+    assert torch.equal(out[5:], batch.y[5:])
+    assert not torch.equal(out[:5], batch.y[:5])
+
+
+def test_ten_thousand_random_mixes_do_not_hang() -> None:
+    batch = batch_of()
+    graph, out = captured(batch)
+    generator = np.random.default_rng(1)
+    mixes = [draw_rows(generator) for _ in range(500)]
+    finite = torch.ones((), dtype=torch.bool, device="cuda")
+    for index in range(10_000):
+        batch.plan.set_rows(mixes[index % len(mixes)], batch.tables.slot_rank)
+        out.copy_(batch.y)
+        graph.replay()
+        finite &= out.isfinite().all()
+    torch.cuda.synchronize()
+    assert finite
+
+
+def test_back_to_back_groups_share_one_scratch() -> None:
+    batch = batch_of()
+    other = make_batch(
+        rows_of([NUM_ROWS]), ranks=[128], in_features=512, out_features=(512,), device="cuda", dtype=torch.bfloat16
+    )
+    want, other_want = batch.apply(), other.apply()
+    scratch = torch.full((max(batch.v.numel(), other.v.numel()),), torch.nan, device="cuda")
+    batch.v, other.v = scratch[: batch.v.numel()], scratch[: other.v.numel()]
+    torch.cuda.synchronize()
+    results = [(batch.apply(), other.apply()) for _ in range(50)]
+    for got, other_got in results:
+        assert torch.equal(got, want)
+        assert torch.equal(other_got, other_want)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from punica_core.lora.segments import SegmentPlan
+from punica_core.ops.layout import ITEM_WORDS, Header
+
+SLOT_RANK = np.asarray([16, 1, 0, 64, 200, 33], np.int32)
+
+
+def items(plan: SegmentPlan, count: Header, offset: Header) -> np.ndarray:
+    words = plan.plan.numpy()
+    return words[words[offset] : words[offset] + ITEM_WORDS * words[count]].reshape(-1, ITEM_WORDS)
+
+
+segments = st.lists(st.tuples(st.integers(0, 150), st.integers(-1, len(SLOT_RANK) - 1)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(segments)
+def test_every_adapted_row_and_rank_is_covered_exactly_once(runs: list[tuple[int, int]]) -> None:
+    lengths, slots = (np.asarray(column, np.int32) for column in zip(*runs, strict=True))
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    plan = SegmentPlan(2000, max_rank=256)
+    plan.set_segments(indptr, slots, SLOT_RANK)
+    row_slot = np.repeat(slots, lengths)
+    expanded = np.zeros(len(row_slot), int)
+    for start, count, slot, _ in items(plan, Header.NUM_EXPAND_TILES, Header.EXPAND_OFFSET):
+        assert 0 < count <= 64
+        assert (row_slot[start : start + count] == slot).all()
+        expanded[start : start + count] += 1
+    shrunk = np.zeros((len(row_slot), 256), int)
+    for start, count, slot, ranks in items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET):
+        assert 0 < count <= 64
+        assert (row_slot[start : start + count] == slot).all()
+        shrunk[start : start + count, ranks & 0xFFFF : (ranks & 0xFFFF) + (ranks >> 16)] += 1
+    for row, slot in enumerate(row_slot):
+        lora_rank = SLOT_RANK[slot] if slot >= 0 else 0
+        assert expanded[row] == (lora_rank > 0)
+        assert (shrunk[row, :lora_rank] == 1).all()
+        assert shrunk.max(initial=0) <= 1
+
+
+def test_short_segments_get_short_rank_chunks_and_tall_ones_tall() -> None:
+    plan = SegmentPlan(64, max_rank=64)
+    plan.set_segments(np.asarray([0, 8, 17], np.int32), np.asarray([3, 3], np.int32), SLOT_RANK)
+    units = items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET)
+    assert [(int(n), int(w >> 16)) for _, n, _, w in units] == [(8, 16)] * 4 + [(9, 32)] * 2
+
+
+def test_rows_become_segments_of_equal_neighbours() -> None:
+    plan = SegmentPlan(8, max_rank=64)
+    plan.set_rows(np.asarray([-1, 0, 0, 3, 0], np.int32), SLOT_RANK)
+    assert plan.seg_indptr.tolist() == [0, 1, 3, 4, 5]
+    assert plan.seg_slot.tolist() == [-1, 0, 3, 0]
+    assert (plan.num_rows, plan.num_adapter_rows) == (5, 4)
+
+
+def test_a_step_without_rows_is_valid() -> None:
+    plan = SegmentPlan(8, max_rank=64)
+    plan.set_rows(np.empty(0, np.int32), SLOT_RANK)
+    assert plan.plan[Header.NUM_SHRINK_UNITS] == plan.plan[Header.NUM_EXPAND_TILES] == plan.plan[Header.NUM_ROWS] == 0
+
+
+def test_the_worst_case_fits_the_capacity() -> None:
+    plan = SegmentPlan(4096, max_rank=256)
+    plan.set_rows(np.arange(4096, dtype=np.int32), np.full(4096, 256, np.int32))
+    assert len(items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET)) == 4096 * 16
+    mixed = SegmentPlan(4096, max_rank=256, max_segments=100)
+    lengths = np.asarray([9] * 99 + [4096 - 9 * 99])
+    mixed.set_rows(np.repeat(np.arange(100, dtype=np.int32), lengths), np.full(100, 256, np.int32))
+    assert mixed.num_adapter_rows == 4096
+
+
+@pytest.mark.parametrize(
+    ("indptr", "slots", "message"),
+    [
+        ([0, 9], [0], "9 rows"),
+        ([0, 1, 2, 3], [0, 1, 3], "3 segments"),
+        ([0, 1], [4], "lora_rank 200"),
+        ([0], [0], "seg_indptr"),
+    ],
+    ids=["rows", "segments", "rank", "indptr"],
+)
+def test_what_does_not_fit_is_named(indptr, slots, message) -> None:
+    plan = SegmentPlan(8, max_rank=64, max_segments=2)
+    with pytest.raises(ValueError, match=message):
+        plan.set_segments(np.asarray(indptr, np.int32), np.asarray(slots, np.int32), SLOT_RANK)
