@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,20 +10,39 @@ from punica_core.protocol import AdapterRef
 from punica_core.scheduler.plan import SkipReason
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
+from punica_core.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
 class AdmissionPass:
     """State of one pass.
 
-    refused: adapters that were asked for in this pass in vain. room_kept_for: once set, no other adapter is pinned
-    in the rest of the pass.
+    refused: adapters that were asked for in this pass in vain, never None. room_kept_for: once set, no other adapter
+    is pinned in the rest of the pass. num_without_blocks: sequences that others may overtake meanwhile.
     """
 
     step: StepBuilder
     now: float
-    refused: dict[AdapterRef, SkipReason] = field(default_factory=dict)
+    refused: dict[AdapterRef | None, SkipReason] = field(default_factory=dict)
     room_kept_for: AdapterRef | None = None
+    num_without_blocks: int = 0
+
+
+def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReason | None) -> Counter[SkipReason]:
+    """Why each sequence waits after a pass that `stop` ended. Sequences that were preempted during the pass made
+    room for an adapter."""
+    reasons: Counter[SkipReason] = Counter()
+    num_explained = turn.num_without_blocks
+    if turn.num_without_blocks:
+        reasons[SkipReason.NO_BLOCKS] = turn.num_without_blocks
+    if turn.refused:
+        for adapter, queue in waiting.queues():
+            if adapter in turn.refused:
+                reasons[turn.refused[adapter]] += len(queue)
+                num_explained += len(queue)
+    if len(waiting) > num_explained:
+        reasons[stop or SkipReason.ADAPTER_NO_ROOM] += len(waiting) - num_explained
+    return reasons
 
 
 def yielding_groups(running: Iterable[Sequence], serial: int) -> list[list[Sequence]]:

@@ -33,28 +33,34 @@ def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason |
     """Whether the newest token of `sequence` ended it."""
     sampling = sequence.sampling
     token_id = sequence.token_ids[-1]
-    if sequence.num_generated > sampling.min_tokens:
+    num_generated = sequence.num_generated
+    if num_generated > sampling.min_tokens:
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in limits.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
-    if sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= limits.max_model_len:
+    if num_generated >= sampling.max_tokens or sequence.num_tokens >= limits.max_model_len:
         return FinishReason.LENGTH
     return None
 
 
 def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> SequenceOutput:
     """The output for the token that was just appended to `sequence`."""
-    first = sequence.num_generated == 1
+    logprobs = [sampled.logprobs] if sampled.logprobs is not None else None
+    stop_token_id = sampled.token_id if finish is FinishReason.STOP else None
+    if sequence.num_generated > 1:
+        return SequenceOutput(
+            sequence.request_id, [sampled.token_id], finish, logprobs=logprobs, stop_token_id=stop_token_id
+        )
     return SequenceOutput(
         request_id=sequence.request_id,
         token_ids=[sampled.token_id],
         finish_reason=finish,
-        logprobs=[sampled.logprobs] if sampled.logprobs is not None else None,
-        prompt_logprobs=sequence.prompt_logprobs if first and wants_prompt_logprobs(sequence) else None,
-        stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
-        cached_tokens=sequence.cached_tokens if first else 0,
-        adapter_key=sequence.adapter_key if first else "",
+        logprobs=logprobs,
+        prompt_logprobs=sequence.prompt_logprobs if wants_prompt_logprobs(sequence) else None,
+        stop_token_id=stop_token_id,
+        cached_tokens=sequence.cached_tokens,
+        adapter_key=sequence.adapter_key,
     )
 
 

@@ -11,6 +11,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from punica_core.protocol import AdapterRef, TokenLogprobs
     from punica_core.scheduler.sequence import Sequence
@@ -53,8 +55,7 @@ class Residency(Protocol):
         """Undo one successful `acquire`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(msgspec.Struct, frozen=True):
     """One sequence's part of a step: compute tokens [start, start + count) of it.
 
     sequence: read only; `sequence.token_ids[start:start + count]` are the inputs.
@@ -82,8 +83,7 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """The next token of a sequence; logprobs if it asked for them."""
 
     token_id: int

@@ -9,7 +9,7 @@ from punica_core.errors import InternalError, PunicaError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
-from punica_core.scheduler.admission import AdmissionPass, yielding_groups
+from punica_core.scheduler.admission import AdmissionPass, waiting_by_reason, yielding_groups
 from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.outcome import (
@@ -97,7 +97,7 @@ class Scheduler:
 
     def fail_adapter(self, ref: AdapterRef, error: PunicaError) -> list[SequenceOutput]:
         """The adapter could not be brought in: end all that wait for it. Running ones hold it and go on."""
-        failed = [sequence for sequence in self._waiting if sequence.adapter == ref]
+        failed = [sequence for adapter, queue in self._waiting.queues() if adapter == ref for sequence in queue]
         for sequence in failed:
             self._end(sequence)
         return [error_output(sequence.request_id, error) for sequence in failed]
@@ -157,28 +157,34 @@ class Scheduler:
 
     def _extend_running(self, step: StepBuilder) -> None:
         """Rows for running sequences: streams that decode keep their pace, then prefills share what is left."""
-        decoding = [sequence for sequence in self._running if sequence.num_tokens - sequence.num_computed == 1]
-        prefilling = [sequence for sequence in self._running if sequence.num_tokens - sequence.num_computed > 1]
-        for sequence in decoding + prefilling:
-            count = min(sequence.num_tokens - sequence.num_computed, step.num_tokens_left)
-            if count == 0 or sequence.status is not Status.RUNNING:
-                continue
-            if self._cover(sequence, sequence.num_computed + count, step):
-                step.add(sequence, count)
+        prefilling = []
+        for sequence in self._running.copy():
+            if len(sequence.token_ids) - sequence.num_computed > 1:
+                prefilling.append(sequence)
+            else:
+                self._extend(sequence, 1, step)
+        for sequence in prefilling:
+            self._extend(sequence, len(sequence.token_ids) - sequence.num_computed, step)
 
-    def _cover(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> bool:
-        """Give a running sequence blocks for its first `num_tokens`, preempting newer ones as needed.
+    def _extend(self, sequence: Sequence, count: int, step: StepBuilder) -> None:
+        count = min(count, step.num_tokens_left)
+        if count > 0 and sequence.status is Status.RUNNING and self._cover(sequence, count, step):
+            step.add(sequence, count)
+
+    def _cover(self, sequence: Sequence, count: int, step: StepBuilder) -> bool:
+        """Give a running sequence blocks for `count` more tokens, preempting newer ones as needed.
 
         False if it was itself the newest and had to yield.
         """
-        missing = self._blocks_for(num_tokens) - len(sequence.block_table)
+        missing = self._blocks_for(sequence.num_computed + count) - len(sequence.block_table)
+        if missing <= 0:
+            return True
         while missing > self._pool.num_free:
             newest = self._running[-1]
             self._preempt(newest, step)
             if newest is sequence:
                 return False
-        if missing > 0:
-            sequence.block_table += self._pool.allocate(missing)
+        sequence.block_table += self._pool.allocate(missing)
         return True
 
     def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
@@ -196,27 +202,24 @@ class Scheduler:
 
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Start waiting sequences in fair order until tokens, seats or blocks are used up."""
-        self.waiting_by_reason = Counter()
+        turn = AdmissionPass(step, now)
         stop = self._full(step)
         if stop is None and self._waiting:
-            stop = self._admit_in_order(AdmissionPass(step, now))
-        unvisited = len(self._waiting) - self.waiting_by_reason.total()
-        if unvisited:  # behind the stop, or preempted during this pass to make room for an adapter
-            self.waiting_by_reason[stop or SkipReason.ADAPTER_NO_ROOM] += unvisited
+            stop = self._admit_in_order(turn)
+        self.waiting_by_reason = waiting_by_reason(self._waiting, turn, stop)
 
     def _admit_in_order(self, turn: AdmissionPass) -> SkipReason | None:
         """Returns the reason that stopped the pass, None if every waiting sequence had its turn."""
         in_use = {sequence.adapter for sequence in self._running} | {None}
         overdue_since = turn.now - self.limits.overtake_limit
-        for sequence in self._waiting.order(overdue_since, lambda waiting: waiting.adapter in in_use):
+        for sequence in self._waiting.order(overdue_since, in_use, turn.refused):
             stop = self._full(turn.step)
             if stop is not None:
                 return stop
-            skip = self._admit(sequence, turn)
-            if skip is SkipReason.NO_BLOCKS and sequence.arrival <= overdue_since:
-                return skip
-            if skip is not None:
-                self.waiting_by_reason[skip] += 1
+            if self._admit(sequence, turn) is SkipReason.NO_BLOCKS:
+                if sequence.arrival <= overdue_since:
+                    return SkipReason.NO_BLOCKS
+                turn.num_without_blocks += 1
         return None
 
     def _full(self, step: StepBuilder) -> SkipReason | None:
@@ -250,12 +253,10 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.num_computed = match.num_tokens
         if self._prefix_cache is not None:
-            sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.request.tenant)
+            sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.tenant)
         if sequence.admissions == 0:
             self._count_hits(sequence, match)
-            self._waiting.charge(
-                sequence.request.tenant, PROMPT_TOKEN_SERVICE * (sequence.num_prompt - match.num_tokens)
-            )
+            self._waiting.charge(sequence.tenant, PROMPT_TOKEN_SERVICE * (sequence.num_prompt - match.num_tokens))
         sequence.admissions += 1
         step.add(sequence, min(sequence.num_tokens - sequence.num_computed, step.num_tokens_left))
 
@@ -266,7 +267,7 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> PrefixMatch:
         if self._prefix_cache is None or wants_prompt_logprobs(sequence):
             return PrefixMatch()
-        return self._prefix_cache.match(sequence.adapter_key, sequence.request.tenant, sequence.token_ids)
+        return self._prefix_cache.match(sequence.adapter_key, sequence.tenant, sequence.token_ids)
 
     def _count_hits(self, sequence: Sequence, match: PrefixMatch) -> None:
         sequence.cached_tokens = match.num_tokens
@@ -326,7 +327,7 @@ class Scheduler:
         else:
             sampled = result.sampled[sequence.request_id]
             sequence.token_ids.append(sampled.token_id)
-            self._waiting.charge(sequence.request.tenant, GENERATED_TOKEN_SERVICE)
+            self._waiting.charge(sequence.tenant, GENERATED_TOKEN_SERVICE)
             output = token_output(sequence, sampled, finish_reason(sequence, self.limits))
         if output.finish_reason is not None:
             self._end(sequence)
@@ -358,7 +359,7 @@ class Scheduler:
             self._remove_running(sequence)
         sequence.status = Status.FINISHED
         del self._live[sequence.request_id]
-        self._waiting.leave(sequence.request.tenant)
+        self._waiting.leave(sequence.tenant)
         if sequence.in_flight:
             self._ended_in_flight.append(sequence)
         else:

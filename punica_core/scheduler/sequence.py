@@ -44,26 +44,24 @@ class Sequence:
     admissions: int = 0
     no_room_since: float | None = None
     chain: PrefixChain | None = None
+    # The request's own values, read in every step.
+    request_id: int = field(init=False)
+    tenant: str = field(init=False)
+    adapter: AdapterRef | None = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.tenant = self.request.tenant
+        self.adapter = self.request.adapter
+        self.sampling = self.request.sampling
+        self.num_prompt = len(self.request.prompt_ids)
 
     @classmethod
     def of(cls, request: NewSequence, now: float) -> Sequence:
+        """A sequence that arrives now."""
         return cls(request=request, arrival=now, token_ids=list(request.prompt_ids))
-
-    @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    @property
-    def adapter(self) -> AdapterRef | None:
-        return self.request.adapter
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +69,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return self.num_tokens - self.num_prompt
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def slot(self) -> int:

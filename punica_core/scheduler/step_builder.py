@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from punica_core.scheduler.plan import RowPlan, StepPlan
 from punica_core.scheduler.sequence import Sequence
 
@@ -27,21 +29,17 @@ class StepBuilder:
     def build(self) -> StepPlan:
         """The plan: rows by slot (the base model's first), in order of addition within a slot."""
         rows = [self._row(sequence, count) for sequence, count in self._counts.items()]
-        rows.sort(key=_slot)
+        rows.sort(key=attrgetter("slot"))
         return StepPlan(tuple(rows))
 
     def _row(self, sequence: Sequence, count: int) -> RowPlan:
         start = sequence.num_computed
         end = start + count
         return RowPlan(
-            sequence=sequence,
-            start=start,
-            count=count,
-            block_table=tuple(sequence.block_table[: -(-end // self._block_size)]),
-            slot=sequence.slot,
-            samples=end == len(sequence.token_ids),
+            sequence,
+            start,
+            count,
+            tuple(sequence.block_table[: -(-end // self._block_size)]),
+            sequence.slot,
+            end == len(sequence.token_ids),
         )
-
-
-def _slot(row: RowPlan) -> int:
-    return row.slot

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 
+from punica_core.protocol import AdapterRef
 from punica_core.scheduler.sequence import Sequence
+
+_Queue = list[Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences of all tenants.
+    """Waiting sequences of all tenants, in queues by tenant and adapter so that a pass costs the queues it meets.
 
     Between tenants: virtual token counters (Sheng et al., OSDI'24, arXiv 2401.00588). Each tenant has a counter of
     the service it got (`charge`), and the turn is always of the waiting tenant with the lowest one. A tenant that
@@ -18,7 +21,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Sequence]] = {}
+        self._queues: dict[str, dict[AdapterRef | None, _Queue]] = {}
         self._served: dict[str, float] = {}
         self._unfinished: dict[str, int] = {}
         self._length = 0
@@ -27,8 +30,13 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        for queue in self._queues.values():
+        for _adapter, queue in self.queues():
             yield from queue
+
+    def queues(self) -> Iterator[tuple[AdapterRef | None, _Queue]]:
+        """Every queue with its adapter, oldest sequence first; an adapter that several tenants use comes repeatedly."""
+        for queues in self._queues.values():
+            yield from queues.items()
 
     def enter(self, tenant: str) -> None:
         """A sequence of this tenant came to the scheduler. Undone by `leave` when it ends."""
@@ -51,51 +59,85 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at the place its arrival gives it; also one that was preempted."""
-        insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_serial)
+        queues = self._queues.setdefault(sequence.tenant, {})
+        insort(queues.setdefault(sequence.adapter, []), sequence, key=_serial)
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
-        tenant = sequence.request.tenant
-        queue = self._queues[tenant]
+        queues = self._queues[sequence.tenant]
+        queue = queues[sequence.adapter]
         index = bisect_left(queue, sequence.serial, key=_serial)
         assert queue[index] is sequence, f"sequence {sequence.request_id} does not wait"
         del queue[index]
         if not queue:
-            del self._queues[tenant]
+            del queues[sequence.adapter]
+        if not queues:
+            del self._queues[sequence.tenant]
         self._length -= 1
 
-    def order(self, arrived_until: float, prefer: Callable[[Sequence], bool]) -> Iterator[Sequence]:
-        """Every sequence that waits now, in the order in which they may start.
+    def order(
+        self,
+        arrived_until: float,
+        in_use: Collection[AdapterRef | None],
+        refused: Container[AdapterRef | None],
+    ) -> Iterator[Sequence]:
+        """The sequences that wait now, in the order in which they may start.
 
-        The turn follows `charge` while iterating. Within a tenant those that arrived at or before `arrived_until`
-        come first, in order of arrival; then the rest, preferred ones first. The queue may change meanwhile; a
-        sequence pushed meanwhile is not part of this order.
+        Within a tenant those that arrived at or before `arrived_until` come first, in order of arrival; then those
+        whose adapter is `in_use`; then the rest. `charge` and `refused` take effect while iterating: the turn moves
+        on, and the other sequences of a refused adapter are left out. The queue may change meanwhile; a sequence
+        pushed meanwhile is not part of this order.
         """
         turns: list[tuple[float, int, Sequence, Iterator[Sequence]]] = []
-        for tenant, queue in self._queues.items():
-            line = _line(queue.copy(), arrived_until, prefer)
-            head = next(line)
-            turns.append((self._served[tenant], head.serial, head, line))
+        for tenant, queues in self._queues.items():
+            line = _line(list(queues.values()), arrived_until, in_use, refused)
+            head = next(line, None)
+            if head is not None:
+                turns.append((self._served[tenant], head.serial, head, line))
         heapq.heapify(turns)
         while turns:
-            _served, _head_serial, head, line = turns[0]
+            _served_before, _head_serial, head, line = turns[0]
             yield head
             following = next(line, None)
             if following is None:
                 heapq.heappop(turns)
             else:
-                served = self._served[head.request.tenant]
-                heapq.heapreplace(turns, (served, following.serial, following, line))
+                heapq.heapreplace(turns, (self._served[head.tenant], following.serial, following, line))
 
 
-def _line(queue: list[Sequence], arrived_until: float, prefer: Callable[[Sequence], bool]) -> Iterator[Sequence]:
-    num_overdue = bisect_right(queue, arrived_until, key=_arrival)
-    yield from queue[:num_overdue]
-    fresh = queue[num_overdue:]
-    if fresh:
-        preferred = {sequence for sequence in fresh if prefer(sequence)}
-        yield from (sequence for sequence in fresh if sequence in preferred)
-        yield from (sequence for sequence in fresh if sequence not in preferred)
+def _line(
+    queues: list[_Queue],
+    arrived_until: float,
+    in_use: Collection[AdapterRef | None],
+    refused: Container[AdapterRef | None],
+) -> Iterator[Sequence]:
+    """One tenant's order: overdue, grouped with what runs, rest."""
+    overdue: list[_Queue] = []
+    grouped: list[_Queue] = []
+    rest: list[_Queue] = []
+    for queue in queues:
+        num_overdue = bisect_right(queue, arrived_until, key=_arrival)
+        overdue.append(queue[:num_overdue])
+        (grouped if queue[0].adapter in in_use else rest).append(queue[num_overdue:])
+    for part in (overdue, grouped, rest):
+        yield from _merge(part, refused)
+
+
+def _merge(queues: Iterable[_Queue], refused: Container[AdapterRef | None]) -> Iterator[Sequence]:
+    """The queues' sequences, oldest first, without the rest of a queue once its adapter is refused."""
+    heads = [(queue[0].serial, 0, queue) for queue in queues if queue]
+    heapq.heapify(heads)
+    while heads:
+        _head_serial, index, queue = heads[0]
+        if queue[index].adapter in refused:
+            heapq.heappop(heads)
+            continue
+        yield queue[index]
+        index += 1
+        if index < len(queue):
+            heapq.heapreplace(heads, (queue[index].serial, index, queue))
+        else:
+            heapq.heappop(heads)
 
 
 def _serial(sequence: Sequence) -> int:

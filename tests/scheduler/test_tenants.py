@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from punica_core.scheduler.plan import SkipReason
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.waiting import WaitingQueue
+from tests.support.residency import adapter_ref
 from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
+
+EVER = float("inf")
 
 
 def waiting(*tenants: str) -> tuple[WaitingQueue, list[Sequence]]:
@@ -21,10 +22,8 @@ def waiting(*tenants: str) -> tuple[WaitingQueue, list[Sequence]]:
     return queue, sequences
 
 
-def order(
-    queue: WaitingQueue, arrived_until: float = 1e9, prefer: Callable[[Sequence], bool] = lambda sequence: False
-) -> list[int]:
-    return [sequence.request_id for sequence in queue.order(arrived_until, prefer)]
+def order(queue: WaitingQueue) -> list[int]:
+    return [sequence.request_id for sequence in queue.order(EVER, in_use=(), refused=())]
 
 
 def test_one_tenant_is_served_in_order_of_arrival() -> None:
@@ -43,7 +42,7 @@ def test_the_tenant_that_was_served_less_comes_first() -> None:
 def test_turns_follow_what_is_charged_meanwhile() -> None:
     queue, _sequences = waiting("a", "a", "a", "b", "b", "b")
     turns = []
-    for sequence in queue.order(1e9, lambda _sequence: False):
+    for sequence in queue.order(EVER, in_use=(), refused=()):
         turns.append(sequence.request.tenant)
         queue.charge(sequence.request.tenant, 1)
     assert turns == ["a", "b", "a", "b", "a", "b"]
@@ -69,9 +68,32 @@ def test_a_tenant_cannot_shed_its_debt_by_a_short_absence() -> None:
     assert order(queue) == [1, 0]
 
 
-def test_preferred_sequences_pass_only_those_that_arrived_recently() -> None:
-    queue, _sequences = waiting("t", "t", "t", "t")
-    assert order(queue, arrived_until=0.5, prefer=lambda sequence: sequence.request_id == 3) == [0, 3, 1, 2]
+def waiting_for_adapters(*names: str) -> WaitingQueue:
+    queue = WaitingQueue()
+    for serial, name in enumerate(names):
+        sequence = Sequence.of(new_sequence(serial, adapter=adapter_ref(name)), now=float(serial))
+        sequence.serial = serial
+        queue.enter("")
+        queue.push(sequence)
+    return queue
+
+
+def test_sequences_of_an_adapter_in_use_pass_only_those_that_arrived_recently() -> None:
+    queue = waiting_for_adapters("a", "b", "c", "b", "c")
+    in_use = {adapter_ref("c")}
+    ids = [sequence.request_id for sequence in queue.order(arrived_until=1.5, in_use=in_use, refused=())]
+    assert ids == [0, 1, 2, 4, 3]
+
+
+def test_a_refused_adapter_is_asked_for_once() -> None:
+    queue = waiting_for_adapters("a", "b", "a", "b", "a")
+    refused: set[object] = set()
+    ids = []
+    for sequence in queue.order(arrived_until=EVER, in_use=(), refused=refused):
+        ids.append(sequence.request_id)
+        if sequence.adapter == adapter_ref("a"):
+            refused.add(sequence.adapter)
+    assert ids == [0, 1, 3]
 
 
 def served_tokens(rig: Rig) -> dict[str, int]:
