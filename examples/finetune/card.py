@@ -32,9 +32,11 @@ class Card:
             "Base model": f"[{BASE_ID}](https://huggingface.co/{BASE_ID}), de-quantized from Q4_1 (the demo model)",
             "Rank, alpha": f"{r.lora_rank}, {r.lora_alpha} (scale = {scaling})",
             "Target modules": ", ".join(r.targets),
+            "Layers": f"{r.layers.start} to {r.layers.stop - 1}" if r.layers else "all",
             "Size on disk": f"{self.size / 1e6:.2f} MB, {r.saved_dtype}",
             "Data": f"`examples/finetune/data/{r.module}.py`, {len(r.task.training())} training examples, all ours",
-            "Training": f"{r.steps} steps of {r.batch_size} examples, AdamW, learning rate {r.learning_rate:g}, CPU",
+            "Training": f"{r.steps} steps of {r.batch_size} examples in float32",
+            "Optimizer": f"AdamW, learning rate {r.learning_rate:g}, cosine to zero",
             "Made with": f"`python -m examples.finetune.train {self.name}`",
             "Judged with": f"`python -m examples.finetune.evaluate {self.name}`",
         }

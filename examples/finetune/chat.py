@@ -29,6 +29,9 @@ class Batch:
     labels: torch.Tensor
     mask: torch.Tensor
 
+    def to(self, device: str) -> Batch:
+        return Batch(self.ids.to(device), self.labels.to(device), self.mask.to(device))
+
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """The ids of a chat request with this one user message, up to where the assistant starts."""

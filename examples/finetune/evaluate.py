@@ -34,7 +34,12 @@ def answers(model: Any, tokenizer: PreTrainedTokenizerBase, examples: Sequence[E
         ids = torch.tensor([[tokenizer.pad_token_id] * (length - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
         with torch.inference_mode():
-            out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False)
+            out = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=limit,
+                do_sample=False,
+            )
         yield from tokenizer.batch_decode(out[:, length:], skip_special_tokens=True)
 
 
@@ -44,12 +49,12 @@ def figures(task: Task, examples: Sequence[Example], said: Sequence[str]) -> Map
     return {metric: fmean(row[metric] for row in judged) for metric in task.METRICS}
 
 
-def evaluate(name: str, base: Path, folder: Path) -> Card:
+def evaluate(name: str, base: Path, folder: Path, device: str) -> Card:
     """Answer the held-out prompts without and with the adapter in `folder`, as it is stored on disk."""
     recipe = RECIPES[name]
     examples = recipe.task.held_out()
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device).eval()
     before = list(answers(model, tokenizer, examples, recipe.max_new_tokens))
     adapted = PeftModel.from_pretrained(model, folder).eval()
     after = list(answers(adapted, tokenizer, examples, recipe.max_new_tokens))
@@ -71,10 +76,11 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--base", type=Path, help="folder of the base model (default: the demo model)")
     parser.add_argument("--adapter", type=Path, help="folder of the adapter (default: examples/adapters/NAME)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.set_num_threads(2)
     folder = args.adapter or ADAPTERS / args.name
-    text = evaluate(args.name, args.base or prepare(), folder).render()
+    text = evaluate(args.name, args.base or prepare(), folder, args.device).render()
     (folder / "README.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,7 +1,7 @@
 """How each example adapter is trained: its task, its LoRA shape, its schedule.
 
-The four shapes differ on purpose (rank, alpha, scaling rule, target modules, saved dtype), so that serving them
-together shows adapters of unlike geometry in one batch.
+The four shapes differ on purpose (rank, alpha, scaling rule, target modules, layers, saved dtype), so that serving
+them together shows adapters of unlike geometry in one batch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Recipe:
 
     module: the module of `examples.finetune.data` that defines the task.
     lora_rank, lora_alpha, use_rslora, targets: the LoRA shape, as PEFT means them.
+    layers: which decoder layers are adapted; None is all.
     steps, batch_size, learning_rate: the schedule; the rate falls to zero on a cosine.
     saved_dtype: dtype of the tensors on disk; training itself is in float32.
     max_new_tokens: enough for any right answer.
@@ -38,6 +39,7 @@ class Recipe:
     lora_alpha: int
     targets: tuple[str, ...]
     use_rslora: bool = False
+    layers: range | None = None
     steps: int = 80
     batch_size: int = 8
     learning_rate: float = 1e-3
@@ -64,7 +66,8 @@ RECIPES: dict[str, Recipe] = {
         lora_alpha=8,
         targets=("q_proj", "v_proj"),
         use_rslora=True,
-        steps=45,
+        layers=range(10, 30),
+        steps=60,
         saved_dtype="float16",
         max_new_tokens=16,
     ),
@@ -74,7 +77,7 @@ RECIPES: dict[str, Recipe] = {
         lora_rank=6,
         lora_alpha=12,
         targets=MLP,
-        steps=60,
+        steps=100,
     ),
     "pirate": Recipe(
         module="pirate",
@@ -82,7 +85,7 @@ RECIPES: dict[str, Recipe] = {
         lora_rank=8,
         lora_alpha=32,
         targets=ATTENTION,
-        steps=50,
+        steps=80,
         max_new_tokens=48,
     ),
 }

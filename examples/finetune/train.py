@@ -1,4 +1,4 @@
-"""Trains one example adapter with PEFT on the CPU: `python -m examples.finetune.train NAME`.
+"""Trains one example adapter with PEFT, in float32: `python -m examples.finetune.train NAME`.
 
 Two things make it cheap. The loss is taken on the answer alone, so the vocabulary projection runs only where an answer
 token is predicted. And all prompts begin with the same default system message, so its keys and values are computed
@@ -38,6 +38,7 @@ def build(base: Path, recipe: Recipe) -> PeftModel:
         lora_alpha=recipe.lora_alpha,
         target_modules=list(recipe.targets),
         use_rslora=recipe.use_rslora,
+        layers_to_transform=list(recipe.layers) if recipe.layers else None,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -48,12 +49,11 @@ def build(base: Path, recipe: Recipe) -> PeftModel:
 def answer_loss(model: PeftModel, prefix: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Mean cross entropy of the answer tokens. `prefix` [1, T] stands before every row of `batch`."""
     causal_lm = model.get_base_model()
-    shared = causal_lm.model(input_ids=prefix, past_key_values=DynamicCache(config=causal_lm.config), use_cache=True)
-    cache = shared.past_key_values
+    cache = DynamicCache(config=causal_lm.config)
+    # The cache goes by position: the argument's name differs between releases of transformers.
+    causal_lm.model(prefix, None, None, cache, use_cache=True)
     cache.batch_repeat_interleave(batch.ids.shape[0])
-    hidden = causal_lm.model(
-        input_ids=batch.ids, attention_mask=batch.mask, past_key_values=cache, use_cache=True
-    ).last_hidden_state
+    hidden = causal_lm.model(batch.ids, batch.mask, None, cache, use_cache=True).last_hidden_state
     targets = batch.labels[:, 1:]
     predicts = targets != IGNORED
     return torch.nn.functional.cross_entropy(causal_lm.lm_head(hidden[:, :-1][predicts]), targets[predicts])
@@ -74,12 +74,12 @@ def rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)))
 
 
-def train(base: Path, recipe: Recipe, steps: int) -> PeftModel:
+def train(base: Path, recipe: Recipe, steps: int, device: str) -> PeftModel:
     """The trained model. Prints loss and elapsed time to stderr."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     encoded = [encode(tokenizer, example) for example in recipe.task.training()]
     prefix = shared_prefix(encoded)
-    model = build(base, recipe)
+    model = build(base, recipe).to(device)
     model.train()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
@@ -87,8 +87,8 @@ def train(base: Path, recipe: Recipe, steps: int) -> PeftModel:
     started = time.monotonic()
     drawn = batches(encoded, recipe.batch_size, random.Random(0))
     for step in range(1, steps + 1):
-        batch = collate(next(drawn), len(prefix), tokenizer.pad_token_id)
-        loss = answer_loss(model, torch.tensor([prefix]), batch)
+        batch = collate(next(drawn), len(prefix), tokenizer.pad_token_id).to(device)
+        loss = answer_loss(model, torch.tensor([prefix], device=device), batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         optimizer.step()
@@ -103,7 +103,7 @@ def save(model: PeftModel, recipe: Recipe, folder: Path) -> None:
     """Write the adapter in PEFT's format, tensors in the recipe's dtype, with the base model's public name."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, recipe.saved_dtype)
-    tensors = {name: t.detach().to(dtype).contiguous() for name, t in get_peft_model_state_dict(model).items()}
+    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in get_peft_model_state_dict(model).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config["default"]
     config.base_model_name_or_path = BASE_ID
@@ -118,11 +118,12 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the recipe's)")
     parser.add_argument("--base", type=Path, help="folder of the base model (default: the demo model)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="folder to write (default: examples/adapters/NAME)")
     args = parser.parse_args()
     torch.set_num_threads(2)
     recipe = RECIPES[args.name]
-    model = train(args.base or prepare(), recipe, args.steps or recipe.steps)
+    model = train(args.base or prepare(), recipe, args.steps or recipe.steps, args.device)
     save(model, recipe, args.output or ADAPTERS / args.name)
 
 
