@@ -98,11 +98,10 @@ def build_manifest(settings: LoraSettings, tensors: Mapping[str, TensorEntry]) -
     Raises AdapterUnsupported for tensors that are not plain LoRA, AdapterInvalid for orphan halves, duplicate names,
     shapes that do not multiply, and ranks other than the config's (PEFT refuses those too).
     """
+    _check_served(tensors)
     halves: dict[str, dict[TensorRole, TensorEntry]] = {}
     for name, entry in tensors.items():
         path, role = classify(name)
-        if role not in (TensorRole.LORA_A, TensorRole.LORA_B):
-            raise _unserved(name, role)
         if len(path) > MAX_PATH_LENGTH:
             raise AdapterInvalid(f"{shorten(name)!r} names a module by more than {MAX_PATH_LENGTH} characters.")
         pair = halves.setdefault(path, {})
@@ -175,10 +174,17 @@ def check_against(manifest: AdapterManifest, shapes: ModelShapes, max_lora_rank:
             )
 
 
-def _unserved(name: str, role: TensorRole) -> AdapterUnsupported:
+def _check_served(names: Iterable[str]) -> None:
+    """Name the most telling of the tensors that are not plain LoRA: the first in TensorRole's order."""
+    order = list(TensorRole)
+    found = {name: role for name in names if (role := classify(name)[1]) not in (TensorRole.LORA_A, TensorRole.LORA_B)}
+    if not found:
+        return
+    name = min(found, key=lambda name: order.index(found[name]))
     hint = " of a sequence classifier" if name.endswith("score.weight") else ""
-    return AdapterUnsupported(
-        f"the tensor {shorten(name)!r} is not served ({role}{hint}): only lora_A and lora_B of linear layers are."
+    raise AdapterUnsupported(
+        f"the tensor {shorten(name)!r} is not served ({found[name]}{hint}): "
+        "only lora_A and lora_B of linear layers are."
     )
 
 

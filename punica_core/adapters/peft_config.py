@@ -19,6 +19,7 @@ MAX_CONFIG_BYTES = 4 * 1024 * 1024
 MAX_PATTERNS = 4096
 MAX_COMPLEX_PATTERNS = 64
 MAX_PATTERN_LENGTH = 300
+MAX_ALPHA = 1e30
 
 _CONFIG = "adapter_config.json"
 
@@ -137,8 +138,8 @@ def _positive_int(value: Any, key: str) -> int:
 
 
 def _finite(value: Any, key: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e30:
-        raise _wrong(key, value, "a finite number")
+    if type(value) not in (int, float) or abs(value) > MAX_ALPHA or not math.isfinite(value):
+        raise _wrong(key, value, f"a number of at most {MAX_ALPHA:g}")
     return float(value)
 
 

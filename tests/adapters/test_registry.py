@@ -1,0 +1,271 @@
+"""Names and folders: what is listed, what is found, and what never reaches the file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from punica_core.adapters import registry as registry_module
+from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry, close_matches
+from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "adapters"
+    for name in ("A", "B", "org/nested", "base"):
+        make_adapter(path / name)
+    (path / "empty").mkdir()
+    (path / "a-file").write_text("")
+    make_adapter(path / ".hidden")
+    make_adapter(tmp_path / "outside")
+    return path
+
+
+@pytest.fixture
+def registry(root: Path, clock: Clock) -> AdapterRegistry:
+    return AdapterRegistry(root, {"base"}, clock)
+
+
+def make_adapter(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+
+
+def settle(root: Path) -> None:
+    """Date the directories back, so that a listing of them is not of a racy moment."""
+    for path in (root, *(folder for folder in root.iterdir() if folder.is_dir())):
+        os.utime(path, (time.time() - 60, time.time() - 60))
+
+
+def test_folders_with_a_config_are_listed(registry: AdapterRegistry) -> None:
+    assert registry.names() == ["A", "B", "org/nested"]
+
+
+def test_no_directory_means_no_adapters(tmp_path: Path) -> None:
+    assert AdapterRegistry(None, {"base"}).names() == []
+    assert AdapterRegistry(tmp_path / "absent", {"base"}).names() == []
+    with pytest.raises(ModelNotFound):
+        AdapterRegistry(None, ()).resolve("A")
+
+
+@pytest.mark.parametrize("name", ["A", "org/nested"])
+def test_a_name_resolves_to_its_folder_and_signatures(registry: AdapterRegistry, root: Path, name: str) -> None:
+    ref = registry.resolve(name)
+    status = os.stat(root / name / "adapter_model.safetensors")
+    assert (ref.name, ref.path) == (name, str(root / name))
+    assert (ref.weights_signature.inode, ref.weights_signature.size) == (status.st_ino, len(b"weights"))
+
+
+def test_new_weights_make_a_new_ref(registry: AdapterRegistry, root: Path) -> None:
+    before = registry.resolve("A")
+    (root / "new").write_bytes(b"WEIGHTS")
+    os.replace(root / "new", root / "A" / "adapter_model.safetensors")
+    after = registry.resolve("A")
+    assert before.weights_signature != after.weights_signature
+    assert before.config_signature == after.config_signature
+
+
+def test_a_new_folder_resolves_at_once(registry: AdapterRegistry, root: Path) -> None:
+    registry.names()
+    make_adapter(root / "new")
+    assert registry.resolve("new").name == "new"
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_new_folder_is_listed_a_second_later(
+    registry: AdapterRegistry, root: Path, clock: Clock, settled: bool
+) -> None:
+    if settled:
+        settle(root)
+    registry.names()
+    make_adapter(root / "new")
+    clock.now += LISTING_SECONDS
+    assert "new" in registry.names()
+
+
+@pytest.mark.parametrize("folder", ["empty", "org/later"])
+def test_a_folder_that_gets_its_config_later_is_listed(
+    registry: AdapterRegistry, root: Path, clock: Clock, folder: str
+) -> None:
+    (root / folder).mkdir(exist_ok=True)
+    settle(root)
+    registry.names()
+    (root / folder / "adapter_config.json").write_text("{}")
+    clock.now += LISTING_SECONDS
+    assert folder in registry.names()
+
+
+def test_a_removed_folder_is_no_longer_listed(registry: AdapterRegistry, root: Path, clock: Clock) -> None:
+    settle(root)
+    registry.names()
+    shutil.rmtree(root / "A")
+    clock.now += LISTING_SECONDS
+    assert registry.names() == ["B", "org/nested"]
+
+
+def test_a_removed_config_is_noticed_by_the_next_full_listing(
+    registry: AdapterRegistry, root: Path, clock: Clock
+) -> None:
+    settle(root)
+    registry.names()
+    (root / "A" / "adapter_config.json").unlink()
+    with pytest.raises(ModelNotFound):
+        registry.resolve("A")
+    clock.now += FULL_LISTING_SECONDS
+    assert registry.names() == ["B", "org/nested"]
+
+
+def test_an_unchanged_directory_is_not_listed_again(
+    registry: AdapterRegistry, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(root)
+    before = registry.names()
+    monkeypatch.setattr(registry_module.os, "scandir", _forbidden)
+    clock.now += LISTING_SECONDS
+    assert registry.names() == before
+
+
+def _forbidden(*arguments: Any) -> Any:
+    raise AssertionError(f"the file system was asked for {arguments}")
+
+
+OUTSIDE = [
+    "../outside",
+    "A/../../outside",
+    "..",
+    ".",
+    "",
+    "/",
+    "/etc",
+    "A/",
+    "./A",
+    "A//nested",
+    "org/nested/deeper",
+    "A\0",
+    "A\\",
+    "..\\outside",
+    ".hidden",
+    "A\n",
+    "\ud800",
+    "x" * 300,
+    "x" * 1_000_000,
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=lambda name: repr(name)[:20])
+def test_what_cannot_be_a_name_never_reaches_the_file_system(
+    registry: AdapterRegistry, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.names()
+    for call in ("lstat", "stat", "open", "scandir"):
+        monkeypatch.setattr(registry_module.os, call, _forbidden)
+    with pytest.raises(ModelNotFound) as caught:
+        registry.resolve(name)
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("name", ["outside", "..%2foutside", '"A', " A ", "a", "é" * 100, "empty", "a-file", "org"])
+def test_other_names_are_not_found(registry: AdapterRegistry, root: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        registry.resolve(name)
+    assert str(root) not in caught.value.message
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("name", ["a", '"A', " A ", "A/"])
+def test_a_misspelt_name_is_answered_with_the_right_one(registry: AdapterRegistry, name: str) -> None:
+    with pytest.raises(ModelNotFound, match="Did you mean 'A'"):
+        registry.resolve(name)
+
+
+def test_close_matches_of_many_names_look_at_the_neighbours() -> None:
+    names = tuple(f"adapter-{index:05d}" for index in range(20_000))
+    matches = close_matches("adapter-1234S", names)
+    assert len(matches) == 3
+    assert all(match.startswith("adapter-123") for match in matches)
+    assert close_matches("zzz", names) == []
+
+
+def test_a_folder_named_as_the_base_model_loses(registry: AdapterRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert "base" not in registry.names()
+    assert "name of the base model" in caplog.text
+    with pytest.raises(ModelNotFound):
+        registry.resolve("base")
+
+
+def test_a_link_out_of_the_directory_is_neither_listed_nor_found(
+    registry: AdapterRegistry, root: Path, tmp_path: Path
+) -> None:
+    (root / "link").symlink_to(tmp_path / "outside")
+    assert "link" not in registry.names()
+    with pytest.raises(ModelNotFound):
+        registry.resolve("link")
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_that_links_out_of_the_directory_is_not_used(
+    registry: AdapterRegistry, root: Path, tmp_path: Path, file: str
+) -> None:
+    (root / "A" / file).unlink()
+    (root / "A" / file).symlink_to(tmp_path / "outside" / file)
+    with pytest.raises((ModelNotFound, AdapterInvalid)):
+        registry.resolve("A")
+
+
+def test_links_inside_the_directory_are_followed(registry: AdapterRegistry, root: Path) -> None:
+    (root / "alias").symlink_to(root / "A")
+    assert "alias" in registry.names()
+    assert registry.resolve("alias").weights_signature == registry.resolve("A").weights_signature
+
+
+def test_missing_weights_are_told_as_such(registry: AdapterRegistry, root: Path) -> None:
+    (root / "A" / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterInvalid, match=r"'A' has no weights.*try again"):
+        registry.resolve("A")
+
+
+def test_pickled_weights_are_refused_with_the_conversion(registry: AdapterRegistry, root: Path, tmp_path: Path) -> None:
+    (root / "A" / "adapter_model.safetensors").rename(root / "A" / "adapter_model.bin")
+    (root / "A" / "adapter_model.bin").write_bytes(pickle.dumps(tmp_path))
+    with pytest.raises(AdapterUnsupported, match="weights_only=True"):
+        registry.resolve("A")
+
+
+def test_a_fifo_as_weights_is_refused_at_once(registry: AdapterRegistry, root: Path) -> None:
+    (root / "A" / "adapter_model.safetensors").unlink()
+    os.mkfifo(root / "A" / "adapter_model.safetensors")
+    with pytest.raises(AdapterInvalid, match="not a regular file"):
+        registry.resolve("A")
+
+
+def test_a_fifo_as_config_is_no_adapter(registry: AdapterRegistry, root: Path, clock: Clock) -> None:
+    (root / "A" / "adapter_config.json").unlink()
+    os.mkfifo(root / "A" / "adapter_config.json")
+    assert "A" not in registry.names()
+    with pytest.raises(ModelNotFound):
+        registry.resolve("A")
