@@ -46,13 +46,13 @@ def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReas
 
 
 def yielding_groups(running: Iterable[Sequence], serial: int) -> list[list[Sequence]]:
-    """Running sequences by adapter, for the adapters that only sequences newer than `serial` use.
+    """Running sequences by adapter slot, for the slots that only sequences newer than `serial` use.
 
     Ending a whole group unpins its adapter. The group that loses least computed work comes first.
     """
-    users: dict[AdapterRef, list[Sequence]] = {}
+    users: dict[int, list[Sequence]] = {}
     for sequence in running:
-        if sequence.adapter is not None:
-            users.setdefault(sequence.adapter, []).append(sequence)
+        if sequence.grant is not None:
+            users.setdefault(sequence.grant.slot, []).append(sequence)
     newer = [group for group in users.values() if all(sequence.serial > serial for sequence in group)]
     return sorted(newer, key=lambda group: sum(sequence.num_computed for sequence in group))

@@ -86,6 +86,29 @@ def test_without_the_limit_a_hot_adapter_starves_a_cold_one() -> None:
     assert saturate_then_ask_for_a_cold_adapter(rig, num_hot=1) == float("inf")
 
 
+def waits_of_clients(num_adapters: int, num_slots: int, load_steps: int, seconds: float) -> list[float]:
+    """Three clients an adapter, each asking again as soon as it was answered. Seconds that each request waited."""
+    rig = make_rig(num_slots=num_slots, load_steps=load_steps, max_num_seqs=64, max_num_batched_tokens=64)
+    asked: dict[int, float] = {}
+    live: dict[int, int] = {}
+    while rig.now < seconds:
+        for client in range(3 * num_adapters):
+            if client not in live or (rig.outputs[live[client]][-1:] and rig.outputs[live[client]][-1].finish_reason):
+                live[client] = request_id = len(asked)
+                asked[request_id] = rig.now
+                name = f"adapter{client % num_adapters}"
+                rig.add(new_sequence(request_id, prompt=2, max_tokens=HOT_TOKENS, adapter=adapter_ref(name)))
+        rig.step()
+    return [rig.started.get(request_id, rig.now) - time for request_id, time in asked.items()]
+
+
+@pytest.mark.parametrize(("num_adapters", "num_slots", "load_steps"), [(3, 2, 0), (5, 2, 2), (4, 1, 1)])
+def test_more_hot_adapters_than_room_take_turns(num_adapters: int, num_slots: int, load_steps: int) -> None:
+    waits = waits_of_clients(num_adapters, num_slots, load_steps, seconds=40.0)
+    turn = 2 * LIMIT + (HOT_TOKENS + load_steps + 2) * 0.1
+    assert max(waits) <= num_adapters * turn
+
+
 def test_newer_sequences_yield_after_two_limits_however_long_they_are() -> None:
     rig = make_rig(num_slots=1, num_blocks=512, max_model_len=512, max_num_seqs=8)
     rig.add(new_sequence(0, prompt=2, max_tokens=4, adapter=adapter_ref("hot")))

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import FinishReason, NewSequence
 from punica_core.scheduler.plan import StepPlan
+from punica_core.scheduler.sequence import Sequence, Status
 from tests.support.residency import adapter_ref
 from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
 
@@ -21,6 +22,7 @@ ADAPTERS = [None, adapter_ref("a"), adapter_ref("b"), adapter_ref("c"), adapter_
 STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 MAX_TOKENS = 7
 NUM_BLOCKS = 7
+LIMIT = 0.5
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -45,8 +47,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=3,
             max_num_batched_tokens=6,
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-            overtake_limit=0.5,
-            adapter_wait_limit=0.5,
+            overtake_limit=LIMIT,
+            adapter_wait_limit=LIMIT,
         )
 
     @rule(
@@ -94,8 +96,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def schedule(self) -> None:
-        plan = self.rig.scheduler.schedule(self.rig.now)
+        now = self.rig.now
+        waiting = list(self.rig.scheduler._waiting)
+        overdue = [sequence for sequence in waiting if sequence.arrival <= now - LIMIT]
+        insisting = [s for s in waiting if s.no_room_since is not None and s.no_room_since <= now - LIMIT]
+        plan = self.rig.scheduler.schedule(now)
         self.rig.record(plan)
+        self._nobody_was_overtaken(waiting, overdue, insisting)
         limits = self.rig.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.rows) <= limits.max_num_seqs
@@ -156,6 +163,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _ended(self, request_id: int) -> bool:
         return any(output.finish_reason is not None for output in self.rig.outputs[request_id])
+
+    def _nobody_was_overtaken(
+        self, waiting: list[Sequence], overdue: list[Sequence], insisting: list[Sequence]
+    ) -> None:
+        """Within a tenant: nothing passes an overdue sequence unless that one waits for its adapter, and nothing
+        pins another adapter past one that has waited its limit for room and still has none."""
+        for started in waiting:
+            if started.status is not Status.RUNNING:
+                continue
+            passed = {s for s in waiting if s.status is Status.WAITING and s.serial < started.serial}
+            passed = {sequence for sequence in passed if sequence.tenant == started.tenant}
+            assert not any(s.adapter is None for s in passed.intersection(overdue)), "an overdue sequence was passed"
+            if started.adapter is not None:
+                for sequence in passed.intersection(insisting):
+                    assert sequence.no_room_since is None or sequence.adapter == started.adapter, "room was taken"
 
     def _the_executing_step_holds_what_it_uses(self) -> None:
         for row in self.plan.rows if self.plan is not None else ():
