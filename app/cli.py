@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,15 +20,21 @@ from app.banner import Spinner, ready_text
 from app.main import create_app
 from app.service import Service, version
 from app.settings import Settings
-from punica_core.client import WorkerClient
+from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
 
 _UNSET: Any = object()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 after a drain, 1 if it cannot start, 2 for a wrong command line, 130 on Ctrl-C."""
-    options = _parser().parse_args(arguments)
+Connect = Callable[[], EngineClient]
+
+
+def main(arguments: Sequence[str] | None = None, connect: Connect = WorkerClient) -> int:
+    """Entry point. Exit codes: 0 after a drain, 1 if it cannot start, 2 for a wrong command line, 130 on Ctrl-C.
+
+    connect: makes a client for one life of the engine.
+    """
+    options = _parser(connect).parse_args(arguments)
     try:
         return int(options.run(options))
     except PunicaError as error:
@@ -38,20 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(connect: Connect) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="punica", description="Serve many LoRA adapters of one base model.")
     parser.add_argument("--version", action="version", version=f"punica {version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_serve(commands)
+    _add_serve(commands, connect)
     return parser
 
 
-def _add_serve(commands: Any) -> None:
+def _add_serve(commands: Any, connect: Connect) -> None:
     serve = commands.add_parser("serve", help="serve a model and its adapters over the OpenAI API")
     serve.add_argument("--config", metavar="FILE", help="YAML file with any of these keys")
     for name, field in settings.all_keys().items():
         _add_key(serve, name, field.default, field.metadata["help"])
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=lambda options: _serve(options, connect))
 
 
 def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text: str) -> None:
@@ -64,14 +70,14 @@ def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text
     parser.add_argument(flag, default=_UNSET, metavar=metavar, help=shown)
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace, connect: Connect) -> int:
     given = {name: value for name in settings.all_keys() if (value := getattr(options, name)) is not _UNSET}
     chosen = settings.load(given, os.environ, options.config)
     logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with _bind(chosen) as listener:
         chosen = demo.with_demo(chosen) if not chosen.model else chosen
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(chosen, listener))
+            runner.run(_run(chosen, listener, connect))
     return 0
 
 
@@ -93,10 +99,10 @@ def _bind(chosen: Settings) -> socket.socket:
     return listener
 
 
-async def _run(chosen: Settings, listener: socket.socket) -> None:
+async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> None:
     host, port = listener.getsockname()[:2]
     with Spinner() as spinner:
-        app = create_app(chosen, WorkerClient, spinner.on_progress)
+        app = create_app(chosen, connect, spinner.on_progress)
         async with app.router.lifespan_context(app):
             spinner.done()
             service: Service = app.state.service

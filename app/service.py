@@ -20,7 +20,7 @@ from app.tokenizer_files import tokenizer_folder
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.client import EngineClient
 from punica_core.config import EngineLayout
-from punica_core.errors import Draining, ModelNotFound, PunicaError
+from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
 from punica_core.protocol import AdapterRef, Event, Outputs, Progress, StepStarted
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ class Service:
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         config = settings.engine_config()
+        if config.adapters and not Path(config.adapters).is_dir():
+            raise ConfigError(f"adapters is {settings.adapters!r}; there is no such folder.", param="adapters")
         self.settings = settings
         self.base_name = settings.base_name
         self.created = int(time.time())

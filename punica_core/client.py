@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -16,6 +17,8 @@ from typing import Protocol
 from punica_core import protocol
 from punica_core.config import EngineConfig, EngineLayout
 from punica_core.errors import ConfigError, PunicaError, WorkerLost, from_wire
+
+log = logging.getLogger(__name__)
 
 
 class EngineClient(Protocol):
@@ -124,6 +127,11 @@ class WorkerClient:
                 self._on_event(event)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except Exception as broken:
+            # A frame that cannot be read, or a handler's bug: nobody would get an answer, so this life is over.
+            log.exception("Reading the worker's events failed.")
+            error = WorkerLost(f"its events could not be read: {broken}")
+            self.kill()
         if not self._stopping:
             detail = f": {error.message}" if error else ""
             self._on_lost(WorkerLost(f"The worker process ended ({await self._exit_text()}){detail}"))

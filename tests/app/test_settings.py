@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app import settings
+from app.settings import Settings, load, parse_bytes
+from punica_core.config import EngineConfig
+from punica_core.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def test_default_file_holds_every_key_with_the_default_of_the_code() -> None:
+    written = yaml.safe_load((CONFIGS / "default.yaml").read_text())
+    assert list(written.keys() ^ settings.all_keys().keys()) == []
+    assert load({}, {}, CONFIGS / "default.yaml") == Settings()
+
+
+def test_every_key_of_the_default_file_has_a_comment_above_it() -> None:
+    lines = (CONFIGS / "default.yaml").read_text().splitlines()
+    blocks = "\n".join(lines).split("\n\n")
+    assert all(line.startswith("#") or ":" in line for block in blocks for line in block.splitlines())
+    uncommented = [block for block in blocks if not block.startswith("#")]
+    assert uncommented == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_file_is_valid(path: Path) -> None:
+    assert isinstance(load({}, {}, path), Settings)
+
+
+def test_keys_shared_with_the_engine_have_its_defaults() -> None:
+    engine = EngineConfig(model="")
+    shared = [name for name in EngineConfig.__struct_fields__ if name in settings.all_keys()]
+    assert len(shared) == len(EngineConfig.__struct_fields__)
+    assert {name: getattr(Settings(), name) for name in shared} == {name: getattr(engine, name) for name in shared}
+
+
+def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text("port: 1\nmax_queue: 1\nseed: 1\n")
+    loaded = load({"port": "3"}, {"PUNICA_PORT": "2", "PUNICA_MAX_QUEUE": "2"}, file)
+    assert (loaded.port, loaded.max_queue, loaded.seed, loaded.max_num_seqs) == (3, 2, 1, 64)
+
+
+def test_environment_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text("seed: 7\n")
+    assert load({}, {"PUNICA_CONFIG": str(file)}).seed == 7
+
+
+@pytest.mark.parametrize("name", ["max_num_seq", "max-num-seqs", "Max_Num_Seqs"])
+def test_unknown_key_in_a_file_names_the_nearest(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text(f"{name}: 4\n")
+    with pytest.raises(ConfigError, match=r"Did you mean max_num_seqs\?"):
+        load({}, {}, file)
+
+
+def test_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"PUNICA_MODLE\. Did you mean PUNICA_MODEL\?"):
+        load({}, {"PUNICA_MODLE": "x"})
+
+
+def test_variables_of_other_programs_are_ignored() -> None:
+    assert load({}, {"PORT": "9", "HOME": "/", "PUNICAL": "x"}) == Settings()
+
+
+def test_kubernetes_port_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"Kubernetes.*enableServiceLinks"):
+        load({}, {"PUNICA_PORT": "tcp://10.0.0.1:8000"})
+
+
+def test_kubernetes_port_does_not_matter_when_the_command_line_gives_one() -> None:
+    assert load({"port": 5}, {"PUNICA_PORT": "tcp://10.0.0.1:8000"}).port == 5
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "PUNICA_SERVICE_HOST",
+        "PUNICA_SERVICE_PORT",
+        "PUNICA_SERVICE_PORT_HTTP",
+        "PUNICA_PORT_8000_TCP",
+        "PUNICA_PORT_8000_TCP_ADDR",
+        "PUNICA_WEB_PORT",
+    ],
+)
+def test_other_kubernetes_variables_are_ignored(variable: str) -> None:
+    assert load({}, {variable: "tcp://10.0.0.1:8000"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), (5, 5), ("2GiB", 2**31), ("2g", 2**31), ("2GB", 2 * 10**9), ("1.5 KiB", 1536), ("10b", 10)],
+)
+def test_sizes_have_units(text: str | int, size: int) -> None:
+    assert parse_bytes(text, "x") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 XB", "nan", True, None, "1e3"])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match="size in bytes"):
+        parse_bytes(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("port", "eighty", "whole number"),
+        ("port", 80.5, "whole number"),
+        ("port", True, "whole number"),
+        ("port", 70000, "between 0 and 65535"),
+        ("device", "tpu", "auto, cpu, cuda"),
+        ("prefix_cache", "maybe", "true or false"),
+        ("drain_timeout", "nan", "finite"),
+        ("drain_timeout", 0, "positive"),
+        ("model", 7, "text is expected"),
+        ("max_num_seqs", 0, "at least 1"),
+        ("max_num_batched_tokens", 8, "below max_num_seqs"),
+    ],
+)
+def test_wrong_values_say_what_is_wanted(key: str, value: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load({key: value}, {})
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "a: [", "\x00"])
+def test_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError):
+        load({}, {}, file)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
+        load({}, {}, tmp_path / "nothing.yaml")
+
+
+def test_base_name_is_the_folders_name_unless_given(tmp_path: Path) -> None:
+    assert Settings(model="org/SmolLM2").base_name == "SmolLM2"
+    assert Settings(model="org/SmolLM2", served_model_name="gpt-oss:120b").base_name == "gpt-oss:120b"

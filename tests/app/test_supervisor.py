@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from app import supervisor as supervisor_module
+from app.supervisor import StallClock, State, Supervisor
+from punica_core.client import EngineClient, WorkerClient
+from punica_core.config import EngineConfig
+from punica_core.errors import ConfigError, EngineRestarting, PunicaError, WorkerLost
+from punica_core.protocol import Event, NewSequence, Outputs, SamplingParams, StepStarted, StepStats
+from tests.support.fake_engine import FakeEngine
+from tests.support.scripted_worker import CRASH, GARBAGE, HANG
+
+CONFIG = EngineConfig(model="m")
+
+
+class Watched:
+    """A supervisor and what it told."""
+
+    def __init__(self, connect: Callable[[], EngineClient], stall_timeout: float = 60.0) -> None:
+        self.events: list[Event] = []
+        self.losses: list[PunicaError] = []
+        self.lives = 0
+        self.supervisor = Supervisor(
+            connect,
+            CONFIG,
+            on_event=self.events.append,
+            on_lost=self.losses.append,
+            on_ready=self._on_ready,
+            on_progress=lambda progress: None,
+            stall_timeout=stall_timeout,
+        )
+
+    def _on_ready(self, layout: Any) -> None:
+        self.lives += 1
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    def submit(self, first_token: int, max_tokens: int = 3) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens)
+        self.supervisor.submit([NewSequence(request_id=1, prompt_ids=[first_token], sampling=sampling)])
+
+    @property
+    def tokens(self) -> list[int]:
+        outputs = [output for event in self.events if isinstance(event, Outputs) for output in event.outputs]
+        return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF", 0.01)
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Callable[..., Any]]:
+    started: list[Supervisor] = []
+
+    async def start(stall_timeout: float = 60.0) -> Watched:
+        command = (sys.executable, "-m", "tests.support.scripted_worker")
+        watched = Watched(lambda: WorkerClient(command), stall_timeout)
+        started.append(watched.supervisor)
+        await watched.supervisor.start()
+        return watched
+
+    yield start
+    for supervisor in started:
+        await supervisor.stop()
+
+
+async def test_a_worker_process_answers(scripted: Callable[..., Any]) -> None:
+    watched = await scripted()
+    watched.submit(7)
+    await watched.until(lambda: len(watched.tokens) == 3)
+    assert watched.tokens == [7, 7, 7]
+    assert watched.losses == []
+
+
+async def test_a_worker_that_dies_is_noticed_and_replaced(scripted: Callable[..., Any]) -> None:
+    watched = await scripted()
+    watched.submit(CRASH)
+    await watched.until(lambda: bool(watched.losses))
+    assert "killed by signal 9" in watched.losses[0].message
+    with pytest.raises(EngineRestarting):
+        watched.supervisor.check_ready()
+    await watched.until(lambda: watched.lives == 2)
+    watched.supervisor.check_ready()
+    watched.submit(7)
+    await watched.until(lambda: len(watched.tokens) == 3)
+    assert len(watched.losses) == 1
+
+
+async def test_a_worker_that_stalls_is_killed_and_replaced(scripted: Callable[..., Any]) -> None:
+    watched = await scripted(stall_timeout=0.2)
+    watched.submit(HANG)
+    await watched.until(lambda: watched.lives == 2)
+    assert [error.code for error in watched.losses] == [WorkerLost.code]
+    assert "did not finish a step in time" in watched.losses[0].message
+
+
+async def test_a_worker_that_sends_garbage_is_replaced(
+    scripted: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = await scripted()
+    watched.submit(GARBAGE)
+    await watched.until(lambda: watched.lives == 2)
+    assert len(watched.losses) == 1
+    assert "could not be read" in watched.losses[0].message
+
+
+async def test_an_idle_worker_never_stalls(scripted: Callable[..., Any]) -> None:
+    watched = await scripted(stall_timeout=0.05)
+    watched.submit(7)
+    await watched.until(lambda: watched.events[-1:] == [StepStarted(busy=False)])
+    await asyncio.sleep(0.3)
+    assert watched.losses == []
+
+
+async def test_stopping_is_no_loss(scripted: Callable[..., Any]) -> None:
+    watched = await scripted()
+    await watched.supervisor.stop()
+    await watched.supervisor.stop()
+    assert watched.losses == []
+    assert watched.supervisor.state is State.STOPPED
+
+
+async def test_restarts_back_off_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    engines: list[FakeEngine] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds not in (1.0, 0.0):  # not the stall watch's
+            naps.append(seconds)
+        await real_sleep(0)
+
+    def connect() -> FakeEngine:
+        failing = 1 <= len(engines) <= 12
+        engines.append(FakeEngine(start_error=ConfigError("gone") if failing else None))
+        return engines[-1]
+
+    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF", 0.1)
+    watched = Watched(connect)
+    await watched.supervisor.start()
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    engines[0].lose()
+    while watched.lives < 2:
+        await real_sleep(0)
+    monkeypatch.setattr(asyncio, "sleep", real_sleep)
+    await watched.supervisor.stop()
+    assert naps[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert max(naps) == naps[-1] == 30.0
+    assert len(naps) == 13
+    assert all(engine.stopped for engine in engines)
+
+
+async def test_the_first_start_is_not_repeated() -> None:
+    engines: list[FakeEngine] = []
+
+    def connect() -> FakeEngine:
+        engines.append(FakeEngine(start_error=ConfigError("no such model")))
+        return engines[-1]
+
+    watched = Watched(connect)
+    with pytest.raises(ConfigError, match="no such model"):
+        await watched.supervisor.start()
+    assert [engine.stopped for engine in engines] == [True]
+
+
+def test_the_stall_bound_counts_from_the_steps_start() -> None:
+    stall = StallClock(30.0)
+    assert stall.seconds_left(now=1000.0) == 30.0  # idle
+    stall.on_event(StepStarted(busy=True), now=1000.0)
+    assert stall.seconds_left(now=1029.0) == 1.0
+    stall.on_event(StepStarted(busy=True), now=1029.0)
+    assert stall.seconds_left(now=1031.0) == 28.0
+    stall.on_event(StepStarted(busy=False), now=1031.0)
+    assert stall.seconds_left(now=5000.0) == 30.0
+
+
+def test_the_stall_bound_is_ten_times_the_slowest_step() -> None:
+    stall = StallClock(30.0)
+    stall.on_event(StepStarted(busy=True), now=0.0)
+    stall.on_event(Outputs([]), now=8.0)
+    assert stall.bound == 80.0
+    stall.on_event(Outputs([], StepStats(slowest_step_seconds=9.0)), now=8.1)
+    assert stall.bound == 90.0
+
+
+def test_outputs_of_an_idle_engine_start_no_clock() -> None:
+    stall = StallClock(30.0)
+    stall.on_event(Outputs([]), now=0.0)
+    assert stall.seconds_left(now=1000.0) == 30.0
