@@ -336,15 +336,15 @@ class Scheduler:
     def _advance(self, row: RowPlan, result: StepResult) -> None:
         """The row's tokens are computed: count them, publish full blocks, keep prompt logprobs not seen before."""
         sequence = row.sequence
-        end = row.start + row.count
-        sequence.num_computed = end
+        end = sequence.num_computed = row.start + row.count
         if row.start >= sequence.num_prompt and row.count == 1:
             self.counters.decode_tokens += 1
         else:
             self.counters.prefill_tokens += row.count
-        if self._prefix_cache is not None and sequence.chain is not None:
-            self._prefix_cache.publish(sequence.chain, sequence.token_ids, end, sequence.block_table)
-        if wants_prompt_logprobs(sequence) and row.start < sequence.num_prompt:
+        chain = sequence.chain
+        if self._prefix_cache is not None and chain is not None and end // self.limits.block_size > chain.num_blocks:
+            self._prefix_cache.publish(chain, sequence.token_ids, end, sequence.block_table)
+        if row.start < sequence.num_prompt and wants_prompt_logprobs(sequence):
             seen = sequence.prompt_logprobs or [None]
             entries = result.prompt_logprobs.get(sequence.request_id, [])
             sequence.prompt_logprobs = [*seen, *entries[len(seen) - row.start - 1 :]]

@@ -1,0 +1,99 @@
+"""What deciding costs: time of `schedule` and `update` in steps that execute nothing.
+
+    python -m punica_core.bench.scheduler
+
+CPU time of the thread, median of the steps after the prompts are prefilled. Needs neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from punica_core.kv.block_pool import BlockPool
+from punica_core.kv.prefix_cache import PrefixCache
+from punica_core.protocol import AdapterRef, FileSignature, NewSequence, SamplingParams
+from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.plan import AdapterGrant, SampledToken, SkipReason, StepResult
+from punica_core.scheduler.scheduler import Scheduler
+
+NUM_ADAPTERS = 16
+NUM_COLD_ADAPTERS = 8
+PROMPT_TOKENS = 512
+STEPS = 200
+MAX_MODEL_LEN = 2048
+
+
+class WarmAndCold:
+    """A residency in which some adapters are always there and the others never arrive."""
+
+    def __init__(self, warm: list[AdapterRef]) -> None:
+        self._grants = {ref: AdapterGrant(slot, f"key {slot}") for slot, ref in enumerate(warm)}
+
+    def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
+        return self._grants.get(ref, SkipReason.ADAPTER_LOADING)
+
+    def release(self, ref: AdapterRef) -> None:
+        """Nothing to undo."""
+
+
+def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0) -> float:
+    """Median seconds of a step that decodes `num_running` sequences.
+
+    num_waiting: sequences for which there is no seat. num_cold: sequences that have seats but whose adapters load.
+    """
+    warm, cold = _refs("warm", NUM_ADAPTERS), _refs("cold", NUM_COLD_ADAPTERS)
+    limits = SchedulerLimits(
+        max_num_seqs=num_running + num_cold,
+        max_num_batched_tokens=8192,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    pool = BlockPool(num_running * MAX_MODEL_LEN // limits.block_size)
+    scheduler = Scheduler(limits, pool, PrefixCache(pool), WarmAndCold(warm))
+    for request_id in range(num_running + num_waiting):
+        scheduler.add(_request(request_id, warm[request_id % NUM_ADAPTERS]), now=0.0)
+    for request_id in range(num_cold):
+        scheduler.add(_request(-1 - request_id, cold[request_id % NUM_COLD_ADAPTERS]), now=0.0)
+    while scheduler.counters.decode_tokens == 0 or scheduler.stats().running < num_running:
+        _step(scheduler, now=0.0)
+    return statistics.median(_step(scheduler, now=0.001 * step) for step in range(STEPS))
+
+
+def _step(scheduler: Scheduler, now: float) -> float:
+    start = time.thread_time()
+    plan = scheduler.schedule(now)
+    decided = time.thread_time() - start
+    result = StepResult(sampled={row.sequence.request_id: SampledToken(5) for row in plan.rows if row.samples})
+    start = time.thread_time()
+    scheduler.update(plan, result, now)
+    return decided + time.thread_time() - start
+
+
+def _request(request_id: int, adapter: AdapterRef) -> NewSequence:
+    return NewSequence(
+        request_id=request_id,
+        prompt_ids=[(31 * request_id + position) % 997 for position in range(PROMPT_TOKENS)],
+        sampling=SamplingParams(max_tokens=MAX_MODEL_LEN - PROMPT_TOKENS),
+        adapter=adapter,
+    )
+
+
+def _refs(name: str, count: int) -> list[AdapterRef]:
+    signature = FileSignature(1, 1, 1, 1)
+    return [
+        AdapterRef(name=f"{name}{i}", path=f"/{name}{i}", config_signature=signature, weights_signature=signature)
+        for i in range(count)
+    ]
+
+
+def main() -> None:
+    """Print one line a case."""
+    cases = [(64, 0, 0), (64, 1000, 0), (64, 0, 1000), (256, 0, 0)]
+    print("running  no seat  cold   ms a step")
+    for num_running, num_waiting, num_cold in cases:
+        seconds = step_seconds(num_running, num_waiting=num_waiting, num_cold=num_cold)
+        print(f"{num_running:7}  {num_waiting:7}  {num_cold:4}   {1e3 * seconds:.2f}")
+
+
+if __name__ == "__main__":
+    main()
