@@ -75,7 +75,9 @@ def read_header(file: SourceFile) -> dict[str, TensorEntry]:
 def parse_header(raw: bytes, file_size: int, file_name: str) -> dict[str, TensorEntry]:
     """`read_header` without the file: `raw` is the JSON, `file_size` counts the whole file."""
     table = parse_json_object(raw, file_name)
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise AdapterInvalid(f"{file_name}: __metadata__ must be an object of texts.")
     if not table:
         raise AdapterInvalid(f"{file_name} has no weights: it holds no tensors. Was it saved under ZeRO-3?")
     if len(table) > MAX_TENSORS:
