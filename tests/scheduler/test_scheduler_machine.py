@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
-from punica_core.protocol import AdapterRef
 from punica_core.scheduler.admission import AdmissionPass
-from punica_core.scheduler.plan import AdapterGrant, RowPlan, SkipReason, StepResult
+from punica_core.scheduler.plan import RowPlan, SkipReason, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
@@ -72,13 +71,6 @@ class LetsAnyonePass(Scheduler):
         return None if skip is SkipReason.NO_BLOCKS else skip
 
 
-class YieldsToAnyone(Scheduler):
-    """Preempts older sequences for an adapter too: two adapters can then take turns without end."""
-
-    def _insist(self, ref: AdapterRef, serial: int, waited: float, turn: AdmissionPass) -> AdapterGrant | SkipReason:
-        return super()._insist(ref, -1, 1e9, turn)
-
-
 class ForgetsTenants(Scheduler):
     def _match(self, sequence: Sequence) -> PrefixMatch:
         assert self._prefix_cache is not None
@@ -125,7 +117,6 @@ def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = 
         AnswersCancelledAgain,
         IgnoresSeats,
         LetsAnyonePass,
-        YieldsToAnyone,
         ForgetsTenants,
         ReadsCacheForPromptLogprobs,
         LeavesNothingToCompute,
