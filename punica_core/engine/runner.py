@@ -24,7 +24,7 @@ STACK_BUDGET_BYTES = 512 * 1024 * 1024
 KV_FRACTION = 0.5
 """Share of the free memory that the KV cache takes when kv_tokens is 0."""
 
-KV_SEQUENCES = 16
+KV_SEQUENCES = 4
 """With kv_tokens 0, no more is taken on a CPU than so many sequences of full length need."""
 
 
@@ -62,9 +62,9 @@ def plan_memory(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> i
 
 
 def allocate_kv_cache(loaded: LoadedModel, num_blocks: int) -> Tensor:
-    """A KV cache of zeros: [blocks, L, 2, P, K, D]."""
+    """An uninitialised KV cache: [blocks, L, 2, P, K, D]. Attention clears each block when a sequence begins it."""
     shape = loaded.kv_shape
-    return torch.zeros(
+    return torch.empty(
         (num_blocks, shape.num_layers, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim),
         dtype=loaded.dtype,
         device=loaded.device,
