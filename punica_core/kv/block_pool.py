@@ -51,6 +51,11 @@ class BlockPool:
         assert self._references[block_id] > 0, f"block {block_id} is free"
         self._cached.add(block_id)
 
+    def unmark_cached(self, block_id: int) -> None:
+        """The content of this block, which is in use, is no longer findable."""
+        assert self._references[block_id] > 0, f"block {block_id} is free"
+        self._cached.discard(block_id)
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one reference. Their old content is lost."""
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"

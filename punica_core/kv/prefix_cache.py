@@ -48,7 +48,7 @@ class PrefixChain:
 class PrefixCache:
     """Index from token prefixes to the blocks of `pool` that hold their KV. Only full blocks are in it.
 
-    The index holds no references: a block is findable from `publish` until the pool reuses it.
+    The index holds no references: a block is findable from `publish` until the pool reuses it or it is withdrawn.
     """
 
     def __init__(self, pool: BlockPool, block_size: int = BLOCK_SIZE) -> None:
@@ -101,6 +101,13 @@ class PrefixCache:
                 self._pool.mark_cached(block_id)
             chain.node = node
         chain.num_blocks = num_full
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """Make blocks that are in use unfindable: their content turned out to be unusable."""
+        for block_id in block_ids:
+            if block_id in self._nodes:
+                self._forget(block_id)
+                self._pool.unmark_cached(block_id)
 
     def check(self) -> None:
         """Assert the invariants: index and trie agree, no dead branches, every indexed block is the pool's."""

@@ -317,6 +317,8 @@ class Scheduler:
             return None
         failure = result.failed.get(sequence.request_id)
         if failure is not None:
+            if self._prefix_cache is not None:
+                self._prefix_cache.withdraw(sequence.block_table)
             self._end(sequence)
             return error_output(sequence.request_id, InternalError(failure))
         self._advance(row, result)

@@ -112,6 +112,15 @@ def test_a_chain_does_not_continue_under_a_reused_block() -> None:
     cache.check()
 
 
+def test_withdrawn_blocks_are_not_found_and_what_follows_them_neither() -> None:
+    pool, cache, table = filled()
+    cache.withdraw(table[1:2])
+    assert cache.match("a", "t", PROMPT).block_ids == (table[0],)
+    cache.check()
+    pool.release(table)
+    pool.check()
+
+
 def test_check_notices_a_block_in_the_index_that_the_pool_reused() -> None:
     pool, cache, table = filled()
     pool._cached.discard(table[0])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from punica_core.protocol import AdapterRef
+from punica_core.scheduler.plan import StepResult
 from tests.support.residency import adapter_ref
-from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
+from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
 
 PROMPT = list(range(20, 37))  # four full blocks and one token
 
@@ -91,6 +92,18 @@ def test_what_a_cancelled_step_computed_is_not_published() -> None:
     plan = rig.scheduler.schedule(0.0)
     rig.cancel(0)
     rig.finish(plan, rig.model.execute(plan))
+    rig.add(new_sequence(1, PROMPT))
+    rig.run()
+    assert cached_tokens(rig, 1) == 0
+
+
+def test_blocks_of_a_row_that_failed_are_not_found_again() -> None:
+    rig = make_rig()
+    rig.add(new_sequence(0, PROMPT))
+    rig.step()
+    plan = rig.scheduler.schedule(rig.now)
+    assert len(PROMPT) > plan.rows[0].start > BLOCK_SIZE, "no block was published before the failure"
+    rig.finish(plan, StepResult(failed={0: "logits are not finite"}))
     rig.add(new_sequence(1, PROMPT))
     rig.run()
     assert cached_tokens(rig, 1) == 0

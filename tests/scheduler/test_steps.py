@@ -57,3 +57,16 @@ def test_a_sequence_ends_with_length_at_max_tokens() -> None:
     rig.run()
     assert rig.end(1).finish_reason is FinishReason.LENGTH
     assert len(rig.tokens(1)) == 3
+
+
+def test_equal_calls_give_equal_plans() -> None:
+    def trace() -> list[list[tuple[int, int, tuple[int, ...]]]]:
+        rig = make_rig(num_blocks=10, num_slots=2, load_steps=1)
+        for i in range(9):
+            adapter, tenant = adapter_ref("abc"[i % 3]), "tu"[i % 2]
+            rig.add(new_sequence(i, prompt=4 + i, max_tokens=12, adapter=adapter, tenant=tenant))
+        rig.run()
+        assert rig.scheduler.counters.preemptions > 0, "the case is too easy"
+        return [[(row.sequence.request_id, row.start, row.block_table) for row in plan.rows] for plan in rig.plans]
+
+    assert trace() == trace()
