@@ -63,8 +63,8 @@ class AdapterCache:
 
     shapes: the base's modules that take LoRA. dtype: of the tensors handed out. budget_bytes: of all of them; while
     a load replaces idle adapters, both are in memory until it ends (at most one adapter for each of the readers).
-    load_timeout: seconds without progress after which a read fails, alone. on_loaded: called on a reader's thread
-    after each end of a load. clock: seconds, the clock of `poll`.
+    load_timeout: seconds without progress after which a read fails, alone. on_loaded: called after each end of a
+    load, on a reader's thread, and when `poll` has an old failure to tell again. clock: seconds, the clock of `poll`.
     """
 
     def __init__(
@@ -100,22 +100,23 @@ class AdapterCache:
         self._stuck_readers = 0
 
     def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
-        """See `Residency.acquire`. A version that failed a moment ago is reported by the next `poll` again."""
+        """See `Residency.acquire`. For a version that failed a moment ago the next `poll` reports that again."""
         with self._lock:
             now = self._clock()
             presence = self._table.presence(ref, now)
             if presence is Presence.RESIDENT:
                 resident = self._table.pin(ref)
                 return AdapterGrant(resident.slot, resident.adapter_key)
-            if presence is Presence.FAILED:
-                error = self._table.failure(ref, now)
-                if error is not None:
-                    self._failures[ref] = error
-            elif presence is Presence.ABSENT or presence is Presence.WAITING_FOR_ROOM:
+            if presence is Presence.ABSENT or presence is Presence.WAITING_FOR_ROOM:
                 if not self._table.begin(ref, now):
                     return SkipReason.ADAPTER_NO_ROOM
                 self._enqueue(_Job(ref, now, now))
-            return SkipReason.ADAPTER_LOADING
+            error = self._table.failure(ref, now) if presence is Presence.FAILED else None
+            if error is not None:
+                self._failures[ref] = error
+        if error is not None:
+            self._announce()
+        return SkipReason.ADAPTER_LOADING
 
     def release(self, ref: AdapterRef) -> None:
         """Undo one successful `acquire`. Raises ValueError for one too many."""
@@ -188,8 +189,12 @@ class AdapterCache:
                     return
                 if error is not None:
                     self._fail(job, error, self._clock())
-            self._loaded.set()
-            self._on_loaded()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wake who waits for the end of a load; without the lock, for the owner may call back."""
+        self._loaded.set()
+        self._on_loaded()
 
     def _next_job(self) -> _Job | None:
         with self._lock:

@@ -369,6 +369,18 @@ def test_the_owner_is_called_when_a_load_ends(make_cache: Make, adapter: Path) -
     assert isinstance(cache.acquire(adapter_ref(adapter)), AdapterGrant)
 
 
+def test_the_owner_is_called_when_an_old_failure_is_told_again(make_cache: Make, adapter: Path) -> None:
+    calls: list[None] = []
+    cache = make_cache(on_loaded=lambda: calls.append(None), retry_seconds=3600.0)
+    edit_config(adapter, r=4)
+    ref = adapter_ref(adapter)
+    refused(cache, ref)
+    calls.clear()
+    cache.acquire(ref)
+    assert calls
+    assert [failed for failed, _ in cache.poll(0.0)] == [ref]
+
+
 def test_a_burst_of_cold_adapters_cannot_push_each_other_out_unused(make_cache: Make, folders: list[Path]) -> None:
     cache = make_cache(2 * load_size(make_cache, folders[0]))
     refs = [adapter_ref(folder) for folder in folders]
