@@ -1,0 +1,1 @@
+"""Measuring a server from outside: workloads, a load client, and the benchmarks of `punica bench`."""

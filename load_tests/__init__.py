@@ -1,0 +1,1 @@
+"""Load tests over the OpenAI API: `python -m load_tests.run`."""
