@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from punica_core.lora.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,31 @@ class LoRAContext:
         self.step: StepLoRA | None = None
 
 
+class BaseLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer that no adapter changes. weight: [O, I], shared with whatever it is tied to; bias: [O] or None."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.weight = source.weight
+        self.bias = source.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., I] → [..., O]."""
+        return linear(x, self.weight, self.bias)
+
+
 class LoRALinear(nn.Module):  # type: ignore[misc]
     """One or more base linears of equal input, as one matrix, plus the step's adapters.
 
-    weight: [ΣO, I]; bias: [ΣO] or None. Without adapters the output is bitwise that of `F.linear`.
+    weight: [ΣO, I]; bias: [ΣO] or None. Without adapters the output is the base linears'.
     """
 
     def __init__(self, group: LinearGroup, linears: Sequence[nn.Linear], context: LoRAContext) -> None:
         super().__init__()
         self.group = group
         self._context = context
-        weights = [linear.weight.detach() for linear in linears]
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        weights = [part.weight.detach() for part in linears]
+        biases = [part.bias.detach() for part in linears if part.bias is not None]
         if biases and len(biases) < len(linears):
             raise ValueError(f"{group.paths}: linears with and without a bias cannot be fused")
         self.weight = _joined(weights)
@@ -65,7 +79,7 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., I] → [..., ΣO]."""
-        y = functional.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         step = self._context.step
         if step is not None:
             step.add(self.group, x.view(-1, x.size(-1)), y.view(-1, y.size(-1)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from punica_core.lora.layers import FusedProjection, LinearGroup, LinearSlice, LoRAContext, LoRALinear
+from punica_core.lora.layers import BaseLinear, FusedProjection, LinearGroup, LinearSlice, LoRAContext, LoRALinear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling linears that the modelling code feeds with one tensor."""
@@ -26,6 +26,13 @@ def install_lora(model: nn.Module, layers_path: str, context: LoRAContext) -> tu
             _replace(parent, names, LoRALinear(group, linears, context))
             groups.append(group)
     return tuple(groups)
+
+
+def replace_head(model: nn.Module) -> None:
+    """Put a `BaseLinear` in the place of the output head, tied or not, if it is a plain linear layer."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        model.set_output_embeddings(BaseLinear(head))
 
 
 def _groups_of(parent: nn.Module) -> Iterator[tuple[str, ...]]:

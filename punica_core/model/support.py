@@ -51,10 +51,8 @@ def max_model_len(config: Any, asked: int) -> int:
     for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
         if kind == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", limit
-            )
-            limit, why = min(limit, int(original)), f"longrope changes its frequencies after {original} tokens"
+            original: int = _original_positions(config, rope, limit)
+            limit, why = min(limit, original), f"longrope changes its frequencies after {original} tokens"
         elif kind == "dynamic":
             why = f"dynamic RoPE changes its frequencies after {limit} tokens"
         elif kind not in _ROPE_FIXED:
@@ -62,6 +60,12 @@ def max_model_len(config: Any, asked: int) -> int:
     if asked > limit:
         raise ConfigError(f"max_model_len is {asked}, but {why}; set it to at most {limit}.", param="max_model_len")
     return asked or limit
+
+
+def _original_positions(config: Any, rope: Mapping[str, Any], limit: int) -> Any:
+    """Positions that a model with scaled RoPE was first trained on."""
+    of_config = getattr(config, "original_max_position_embeddings", None)
+    return rope.get("original_max_position_embeddings") or of_config or limit
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
