@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(text_lines(summary)))
     if flags.out:
         write_json(flags.out.with_suffix(".json"), {"scenario": dataclasses.asdict(scenario), "summary": summary})
-        draw(flags.out.with_suffix(".png"), run, title_of(scenario, len(models)))
+        try:
+            draw(flags.out.with_suffix(".png"), run, title_of(scenario, len(models)))
+        except ModuleNotFoundError:
+            print("no picture: pip install 'punica[bench]'", file=sys.stderr)
     return 0 if summary["completed"] == summary["requests"] else 1
 
 

@@ -1,0 +1,148 @@
+"""Figures, scenarios, and the command from a YAML file to JSON and PNG."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from app.bench.load import Run
+from app.bench.stream import Outcome
+from app.bench.summary import percentiles, summarize
+from load_tests.run import main
+from load_tests.scenario import Scenario, add_flags, load_scenario
+from tests.load_tests.test_load import WHOLE
+
+
+def outcome(planned: float, arrivals: list[float], tokens: int, error: str = "", model: str = "a") -> Outcome:
+    ended = arrivals[-1] if arrivals else planned
+    return Outcome(model, planned, planned, ended, arrivals, len(arrivals), 5, tokens, error)
+
+
+def test_figures_are_those_of_complete_streams() -> None:
+    run = Run(
+        [outcome(0.0, [1.0, 2.0, 4.0], 4), outcome(1.0, [1.5], 1, model="b"), outcome(0.0, [9.0], 7, "truncated")],
+        not_sent=2,
+        seconds=10.0,
+        client_cpu=0.2,
+    )
+    found = summarize(run)
+    assert (found["requests"], found["completed"], found["not_sent"]) == (5, 2, 2)
+    assert found["errors"] == {"truncated": 1}
+    assert found["by_model"] == {"a": 2, "b": 1}
+    assert found["generated_tokens"] == 5
+    assert found["generated_tokens_per_second"] == 0.5
+    assert found["ttft_ms"]["mean"] == 750.0
+    assert found["inter_token_ms"]["max"] == 2000.0
+    assert found["time_per_token_ms"]["mean"] == 1000.0
+    assert found["latency_ms"]["max"] == 4000.0
+    assert not found["client_is_bottleneck"]
+
+
+def test_a_busy_client_is_named() -> None:
+    assert summarize(Run([], 0, 1.0, client_cpu=0.95))["client_is_bottleneck"]
+
+
+def test_percentiles_of_nothing_are_nothing() -> None:
+    assert percentiles([]) is None
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(flags)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("clients: 3\nrequests: 7\nmodels: [x, y]\n")
+    scenario = load_scenario(file, parsed("--requests", "9", "--mode", "open"))
+    assert (scenario.clients, scenario.requests, scenario.mode, scenario.models) == (3, 9, "open", ("x", "y"))
+    assert scenario.seed == Scenario().seed
+    assert load_scenario(file, parsed("--models", "p, q")).models == ("p", "q")
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("client: 3\n")
+    with pytest.raises(ValueError, match=r"no key 'client'\. Did you mean 'clients'"):
+        load_scenario(file, parsed())
+
+
+@pytest.mark.parametrize(
+    "flags", [["--requests", "0"], ["--requests", "100001"], ["--max-seconds", "9999"], ["--base-url", "http://a.b"]]
+)
+def test_unbounded_or_remote_scenarios_are_refused(flags: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"must be between|--allow-remote"):
+        load_scenario(None, parsed(*flags))
+
+
+def test_a_remote_server_can_be_allowed() -> None:
+    assert load_scenario(None, parsed("--base-url", "http://a.b", "--allow-remote")).allow_remote
+
+
+@pytest.mark.parametrize("file", sorted(Path("load_tests/scenarios").glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_scenarios_make_a_plan(file: Path) -> None:
+    scenario = load_scenario(file, parsed())
+    assert len(scenario.workload(["base", "a", "b", "c", "d"]).plan()) == scenario.requests
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._send(b'{"data":[{"id":"base"},{"id":"a"}]}', "application/json")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if body["model"] == "missing":
+            self.send_error(404)
+        else:
+            self._send(b"".join(WHOLE), "text/event-stream")
+
+    def _send(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_command_writes_json_and_a_picture(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "report"
+    flags = ["--base-url", server_url, "--requests", "6", "--clients", "2", "--out", str(out)]
+    assert main(flags) == 0
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["summary"]["completed"] == 6
+    assert set(report["summary"]["by_model"]) == {"base", "a"}
+    assert report["scenario"]["clients"] == 2
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "6 of 6 requests completed" in capsys.readouterr().out
+
+
+def test_failed_requests_are_an_exit_code_and_a_line(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base-url", server_url, "--models", "missing", "--requests", "2"]) == 1
+    assert "http_404: 2" in capsys.readouterr().out
+
+
+def test_a_wrong_word_is_a_message(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base-url", server_url, "--popularity", "fair"]) == 2
+    assert "popularity is 'fair'" in capsys.readouterr().err
