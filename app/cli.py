@@ -115,25 +115,32 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            print(ready_text(service.model_names(), host, port), flush=True)
-            await Server(config, service).serve(sockets=[listener])
+            ready = ready_text(service.model_names(), host, port)
+            await Server(config, service, ready).serve(sockets=[listener])
 
 
 class Server(uvicorn.Server):
     """uvicorn, with our drain: on SIGTERM or SIGINT no new work is taken, and what runs ends within drain_timeout.
 
-    A second SIGINT ends it at once. The process's exit code is 0 after a drain: signals are not raised again.
+    A second signal ends it at once. The process's exit code is 0 after a drain: signals are not raised again.
+    ready: printed once connections are accepted.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: str) -> None:
         super().__init__(config)
         self._service = service
+        self._ready = ready
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain = asyncio.create_task(self._service.finish_drain())

@@ -54,6 +54,15 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def write_adapters(root: Path) -> Path:
+    """Two adapters as the front end sees them: it never opens their files."""
+    for name in ("sql", "pirate"):
+        (root / name).mkdir(parents=True)
+        (root / name / "adapter_config.json").write_text("{}")
+        (root / name / "adapter_model.safetensors").write_bytes(b"weights")
+    return root
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     return write_folder(tmp_path / BASE, byte_level_tokenizer(), eos_token="<|im_end|>")
@@ -61,13 +70,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapters_dir(tmp_path: Path) -> Path:
-    """Two adapters as the front end sees them: it never opens their files."""
-    for name in ("sql", "pirate"):
-        folder = tmp_path / "adapters" / name
-        folder.mkdir(parents=True)
-        (folder / "adapter_config.json").write_text("{}")
-        (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    return tmp_path / "adapters"
+    return write_adapters(tmp_path / "adapters")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from punica_core import protocol
 from punica_core.config import EngineLayout
 
-CRASH, HANG, GARBAGE = 65, 66, 67  # "b", "c", "d" in the byte-level vocabulary
+CRASH, HANG, GARBAGE = 55, 56, 57  # "X", "Y", "Z" in the byte-level vocabulary
 
 
 class Worker:

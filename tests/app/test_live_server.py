@@ -1,0 +1,224 @@
+"""The server as a process: real sockets, the OpenAI SDK, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
+
+from tests.app.conftest import BASE, write_adapters
+from tests.support.tokenizer_folders import byte_level_tokenizer, write_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Process:
+    """A running server and clients of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        defaults: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 30}
+        return AsyncOpenAI(**(defaults | options))
+
+    async def metric(self, name: str) -> float:
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"{self.url}/metrics")).text
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(60):
+            while await self.metric("punica_in_flight") > 0:
+                await asyncio.sleep(0.05)
+
+    async def exit_code(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 30)
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, *options: str, step_seconds: float = 0.0) -> Iterator[Process]:
+    command = (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), str(step_seconds))
+    with subprocess.Popen(
+        (*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        try:
+            first = process.stdout.readline().decode()
+            yield Process(process, first.split("Ready on ")[1].split("/v1")[0])
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One process for the tests that leave it as they found it."""
+    root = tmp_path_factory.mktemp("live")
+    model_dir = write_folder(root / BASE, byte_level_tokenizer())
+    write_adapters(root / "adapters")
+    with running(model_dir, "--adapters", str(root / "adapters"), step_seconds=0.001) as process:
+        yield process
+
+
+async def test_the_sdk_streams_and_does_not_stream_the_same_text(server: Process) -> None:
+    async with server.openai() as client:
+        assert [model.id async for model in client.models.list()] == [BASE, "pirate", "sql"]
+
+        async def streamed(model: str) -> str:
+            stream = await client.completions.create(model=model, prompt=f"{model} 😀 ", max_tokens=60, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        async def whole(model: str) -> str:
+            answer = await client.completions.create(model=model, prompt=f"{model} 😀 ", max_tokens=60)
+            return answer.choices[0].text
+
+        names = [BASE, "pirate", "sql"] * 8
+        alone = {name: await whole(name) for name in set(names)}
+        mixed = await asyncio.gather(*(streamed(name) for name in names), *(whole(name) for name in names))
+    assert mixed == [alone[name] for name in names] * 2
+    assert len(set(alone.values())) == 3
+
+
+async def test_the_sdk_raises_what_it_should(server: Process) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with server.openai() as client:
+        with pytest.raises(NotFoundError, match="does not exist"):
+            await client.chat.completions.create(model="nope", messages=messages)
+        with pytest.raises(BadRequestError) as caught:
+            await client.chat.completions.create(model=BASE, messages=messages, max_tokens=10**6)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_seats(server: Process, stream: bool) -> None:
+    async with httpx.AsyncClient(timeout=30) as http:
+        body = {"model": BASE, "prompt": ["a", "b"], "n": 2, "max_tokens": 50_000, "stream": stream}
+        request = asyncio.create_task(http.post(f"{server.url}/v1/completions", json=body))
+        while await server.metric("punica_in_flight") < 4:
+            await asyncio.sleep(0.02)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await server.until_idle()
+
+
+async def test_random_departures_leave_nothing_behind(server: Process) -> None:
+    async with server.openai() as client:
+
+        async def visit(index: int) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02 * (index % 9)):
+                    stream = await client.completions.create(model=BASE, prompt="a", max_tokens=50_000, stream=True)
+                    async for _ in stream:
+                        pass
+
+        await asyncio.gather(*(visit(index) for index in range(60)))
+    await server.until_idle()
+
+
+async def test_a_slow_client_gets_all_its_text_in_larger_chunks(server: Process) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    body = b'{"model": "base", "prompt": "a", "n": 16, "max_tokens": 2000, "stream": true}'
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((address[0], int(address[1])))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+        slow.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        slow.recv(64)
+        await server.until_idle()  # the worker has finished; we have read next to nothing
+        received = await asyncio.to_thread(slow.makefile("rb").read)
+    texts = [part.split(b'"', 1)[0] for part in received.split(b'"text":"')[1:]]
+    assert sum(map(len, texts)) == 16 * 2000
+    assert max(map(len, texts)) > 100
+    assert received.count(b"[DONE]") == 1
+
+
+async def test_a_crash_of_the_worker_ends_requests_and_the_server_answers_again(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.005) as server:
+        async with server.openai() as client:
+            stream = await client.completions.create(model=BASE, prompt="a", max_tokens=50_000, stream=True)
+            await anext(aiter(stream))
+            crash = asyncio.create_task(client.completions.create(model=BASE, prompt="X", max_tokens=5))
+            with pytest.raises(APIError, match="killed by signal 9"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(APIError, match="killed by signal 9"):
+                await crash
+        async with server.openai(max_retries=10) as retrying:
+            answer = await retrying.completions.create(model=BASE, prompt="a", max_tokens=3)
+        assert answer.choices[0].text == "aaa"
+        assert await server.metric("punica_worker_restarts_total") == 1
+
+
+async def test_sigterm_lets_running_streams_finish_and_exits_0(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.01) as server:
+        async with server.openai() as client:
+            streams = [
+                await client.completions.create(model=BASE, prompt="a", max_tokens=60, stream=True) for _ in range(5)
+            ]
+            server.process.send_signal(signal.SIGTERM)
+            texts = ["".join([chunk.choices[0].text async for chunk in stream]) for stream in streams]
+        assert texts == ["a" * 60] * 5
+        assert await server.exit_code() == 0
+
+
+async def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(model_dir: Path) -> None:
+    with running(model_dir, "--drain-timeout", "0.3", step_seconds=0.01) as server:
+        async with server.openai() as client:
+            stream = await client.completions.create(model=BASE, prompt="a", max_tokens=50_000, stream=True)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(APIError, match="shut down"):
+                async for _ in stream:
+                    pass
+        assert await server.exit_code() == 0
+
+
+async def test_an_idle_server_takes_no_grace_time(model_dir: Path) -> None:
+    with running(model_dir, "--drain-timeout", "1000") as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.exit_code() == 0
+
+
+async def test_a_port_in_use_is_known_before_the_model_is_loaded(model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.support.scripted_server", str(model_dir), "0"),
+            *("--port", str(taken.getsockname()[1])),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        output, log = await process.communicate()
+    assert process.returncode == 1
+    assert b"Cannot listen on 127.0.0.1" in log
+    assert b"--port" in log
+    assert b"Traceback" not in log
+    assert b"loading" not in log
+    assert output == b""
+
+
+async def test_the_worker_ends_with_its_front_end(model_dir: Path) -> None:
+    with running(model_dir) as server:
+        pid = server.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert children
+        server.process.kill()
+        async with asyncio.timeout(30):
+            while any(_is_alive(child) for child in children):
+                await asyncio.sleep(0.05)
+
+
+def _is_alive(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
