@@ -26,8 +26,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kMaxSplits = 32;
-
 int to_int(int64_t value) {
   STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), "size ", value, " does not fit 32 bits");
   return static_cast<int>(value);
@@ -74,8 +72,9 @@ punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int6
                   "max_rank must be a multiple of 8 up to ", punica::kMaxRank, ", got ", max_rank);
   int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);
   STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
-  int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, kMaxSplits));
-  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), static_cast<int>(max_rank), max_splits, 2 * num_sms};
+  int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, std::numeric_limits<int>::max()));
+  int const num_blocks = num_sms * punica::kShrinkBlocksPerSm;
+  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), static_cast<int>(max_rank), max_splits, num_blocks};
 }
 
 template <typename Params>
@@ -126,13 +125,13 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
   params.in_features = to_int(in_features);
   STD_TORCH_CHECK(static_cast<int>(out_features.size()) == params.tables.slices, "out_features must name every slice");
   int column = 0;
-  int chunks = 0;
+  int units = 0;
   for (int slice = 0; slice < params.tables.slices; ++slice) {
     params.widths[slice] = to_int(out_features[slice]);
     params.columns[slice] = column;
     column += params.widths[slice];
-    chunks += (params.widths[slice] + punica::kExpandColumns - 1) / punica::kExpandColumns;
-    params.chunk_end[slice] = chunks;
+    units += (params.widths[slice] + punica::kWarpColumns - 1) / punica::kWarpColumns;
+    params.unit_end[slice] = units;
   }
   STD_TORCH_CHECK(column == y.size(1), "out_features add up to ", column, ", y has ", y.size(1), " columns");
   dispatch(arena, "lora_expand", punica::launch_expand<__nv_bfloat16>, punica::launch_expand<__half>, params, config);

@@ -19,55 +19,61 @@ Int32Array = npt.NDArray[np.int32]
 
 _SHORT_ROWS = 8
 """Segments of at most this many rows go through the one-column tile of the kernels."""
-_SHRINK_HEIGHTS = (_SHORT_ROWS, 16, 64)
-_SHRINK_LIMITS = (_SHORT_ROWS, 32)
-_EXPAND_HEIGHTS = (_SHORT_ROWS, 16, 64)
-_EXPAND_LIMITS = (_SHORT_ROWS, 256)
+_MIDDLE_ROWS = 16
+_TALL_ROWS = 64
+_SHRINK_MIDDLE_LIMIT = 128
+_EXPAND_MIDDLE_LIMIT = 256
 _NUM_STAGING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Non-empty segments with an adapter: first row, rows, slot; int32, equal lengths."""
+    """Runs of rows with one adapter: first row, rows, slot, lora_rank; int32, equal lengths."""
 
     starts: Int32Array
     lengths: Int32Array
     slots: Int32Array
+    ranks: Int32Array
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> _Runs:
+        return _Runs(self.starts[mask], self.lengths[mask], self.slots[mask], self.ranks[mask])
+
+    def cut(self, heights: Int32Array) -> _Runs:
+        """Runs of at most ``heights[i]`` rows each out of run i."""
+        pieces = -(-self.lengths // heights)
+        last = pieces.cumsum()
+        owner = np.arange(len(pieces)).repeat(pieces)
+        height = heights[owner]
+        offset = (np.arange(last[-1], dtype=np.int32) - (last - pieces)[owner]) * height
+        lengths = np.minimum(height, self.lengths[owner] - offset)
+        return _Runs(self.starts[owner] + offset, lengths, self.slots[owner], self.ranks[owner])
 
 
-def _split_rows(runs: _Runs, heights: tuple[int, ...], limits: tuple[int, ...]) -> tuple[Int32Array, Int32Array]:
-    """Cut runs into tiles: int32 ``[tiles, ITEM_WORDS]`` (row_start, row_count, slot, 0) and each tile's run length."""
-    longest = int(runs.lengths.max())
-    if longest <= limits[0]:
-        items = np.zeros((len(runs.starts), ITEM_WORDS), np.int32)
-        items[:, 0], items[:, 1], items[:, 2] = runs.starts, runs.lengths, runs.slots
-        return items, runs.lengths
-    height = np.asarray(heights, np.int32)[np.searchsorted(limits, runs.lengths)]
-    tiles = -(-runs.lengths // height)
-    last = np.cumsum(tiles)
-    offset = (np.arange(last[-1], dtype=np.int32) - np.repeat(last - tiles, tiles)) * np.repeat(height, tiles)
-    lengths = np.repeat(runs.lengths, tiles)
-    items = np.zeros((len(offset), ITEM_WORDS), np.int32)
-    items[:, 0] = np.repeat(runs.starts, tiles) + offset
-    items[:, 1] = np.minimum(np.repeat(height, tiles), lengths - offset)
-    items[:, 2] = np.repeat(runs.slots, tiles)
-    return items, lengths
+def _heights(lengths: Int32Array, middle_limit: int) -> Int32Array:
+    """Rows of a tile of a segment: short up to 8 rows, middle up to the limit, else tall."""
+    return np.where(
+        lengths <= _SHORT_ROWS, _SHORT_ROWS, np.where(lengths <= middle_limit, _MIDDLE_ROWS, _TALL_ROWS)
+    ).astype(np.int32)
 
 
-def _split_ranks(tiles: Int32Array, lengths: Int32Array, slot_rank: Int32Array) -> Int32Array:
-    """Cut tiles into units of at most one rank chunk; the fourth word becomes rank_start | rank_count << 16."""
-    chunk = np.where(lengths <= _SHORT_ROWS, np.int32(SHRINK_CHUNK_SHORT), np.int32(SHRINK_CHUNK_TALL))
-    chunks = -(-slot_rank[tiles[:, 2]] // chunk)
-    last = np.cumsum(chunks)
-    if last[-1] == len(tiles):
-        units = tiles.copy()
-        units[:, 3] = chunk << 16
-        return units
-    units = np.repeat(tiles, chunks, axis=0)
-    index = np.arange(last[-1], dtype=np.int32) - np.repeat(last - chunks, chunks)
-    chunk = np.repeat(chunk, chunks)
-    units[:, 3] = (index * chunk) | (chunk << 16)
-    return units
+def _write_expand_tiles(out: Int32Array, tiles: _Runs) -> int:
+    """Fill ``[tiles, ITEM_WORDS]`` and return the cost of all: bytes of B and of y (read, written) per column."""
+    cost = (((tiles.ranks + 7) & -8) << 1) + (tiles.lengths << 2)
+    last = cost.cumsum()
+    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = tiles.starts, tiles.lengths, tiles.slots, last - cost
+    return int(last[-1])
+
+
+def _write_shrink_units(out: Int32Array, tiles: _Runs, chunk: Int32Array, chunks: Int32Array) -> None:
+    """Fill ``[units, ITEM_WORDS]`` with ``chunks[i]`` units of ``chunk[i]`` ranks for tile i."""
+    if len(out) == len(chunks):
+        out[:, 0], out[:, 1], out[:, 2], out[:, 3] = tiles.starts, tiles.lengths, tiles.slots, chunk << 16
+        return
+    owner = np.arange(len(chunks)).repeat(chunks)
+    index = np.arange(len(owner), dtype=np.int32) - (chunks.cumsum() - chunks)[owner]
+    chunk = chunk[owner]
+    out[:, 0], out[:, 1], out[:, 2] = tiles.starts[owner], tiles.lengths[owner], tiles.slots[owner]
+    out[:, 3] = index * chunk + (chunk << 16)
 
 
 class SegmentPlan:
@@ -136,30 +142,22 @@ class SegmentPlan:
             ValueError: more rows or segments than this plan was made for, or a lora_rank above max_rank.
         """
         self._check(seg_indptr, seg_slot)
-        lengths = np.diff(seg_indptr)
-        active = (lengths > 0) & (seg_slot >= 0)
-        if not active.all():
-            runs = _Runs(seg_indptr[:-1][active], lengths[active], seg_slot[active])
-        else:
-            runs = _Runs(seg_indptr[:-1], lengths, seg_slot)
-        ranked = slot_rank[runs.slots]
-        if len(ranked) and int(ranked.max()) > self.max_rank:
-            raise ValueError(
-                f"a slot has lora_rank {int(ranked.max())}, this plan was made for at most {self.max_rank}"
-            )
-        if not ranked.all():
-            adapted = ranked > 0
-            runs = _Runs(runs.starts[adapted], runs.lengths[adapted], runs.slots[adapted])
+        lengths = seg_indptr[1:] - seg_indptr[:-1]
+        runs = _Runs(seg_indptr[:-1], lengths, seg_slot, np.where(seg_slot >= 0, slot_rank[seg_slot], 0))
+        adapted = (runs.ranks > 0) & (lengths > 0)
+        if not adapted.all():
+            runs = runs.select(adapted)
+        if int(runs.ranks.max(initial=0)) > self.max_rank:
+            raise ValueError(f"a slot has lora_rank {runs.ranks.max()}, this plan was made for at most {self.max_rank}")
         self.num_segments = len(seg_slot)
         self.num_rows = int(seg_indptr[-1])
         self.num_adapter_rows = int(runs.lengths.sum())
-        empty = np.empty((0, ITEM_WORDS), np.int32)
-        if self.num_adapter_rows:
-            expand_tiles, _ = _split_rows(runs, _EXPAND_HEIGHTS, _EXPAND_LIMITS)
-            tiles, tile_lengths = _split_rows(runs, _SHRINK_HEIGHTS, _SHRINK_LIMITS)
-            self._send(seg_indptr, seg_slot, _split_ranks(tiles, tile_lengths, slot_rank), expand_tiles)
-        else:
-            self._send(seg_indptr, seg_slot, empty, empty)
+        array = self._free_staging()
+        slot_offset = len(Header) + len(seg_indptr)
+        array[len(Header) : slot_offset] = seg_indptr
+        array[slot_offset : slot_offset + len(seg_slot)] = seg_slot
+        offset = -(-(slot_offset + len(seg_slot)) // ITEM_WORDS) * ITEM_WORDS
+        self._send(array, slot_offset, offset, runs)
 
     def _check(self, seg_indptr: Int32Array, seg_slot: Int32Array) -> None:
         if len(seg_slot) > self.max_segments:
@@ -169,26 +167,37 @@ class SegmentPlan:
         if int(seg_indptr[-1]) > self.max_rows:
             raise ValueError(f"{int(seg_indptr[-1])} rows, this plan was made for at most {self.max_rows}")
 
-    def _send(self, seg_indptr: Int32Array, seg_slot: Int32Array, units: Int32Array, expand_tiles: Int32Array) -> None:
-        slot_offset = len(Header) + len(seg_indptr)
-        expand_offset = -(-(slot_offset + len(seg_slot)) // ITEM_WORDS) * ITEM_WORDS
-        shrink_offset = expand_offset + expand_tiles.size
-        used = shrink_offset + units.size
-        array = self._free_staging()
+    def _send(self, array: Int32Array, slot_offset: int, expand_offset: int, runs: _Runs) -> None:
+        """Write work list and header behind the segments, and start the copy."""
+        num_tiles = num_units = cost = 0
+        shrink_offset = expand_offset
+        if self.num_adapter_rows:
+            expand_tiles = shrink_tiles = runs
+            chunk = np.full(len(runs.starts), SHRINK_CHUNK_SHORT, np.int32)
+            if int(runs.lengths.max()) > _SHORT_ROWS:
+                expand_tiles = runs.cut(_heights(runs.lengths, _EXPAND_MIDDLE_LIMIT))
+                heights = _heights(runs.lengths, _SHRINK_MIDDLE_LIMIT)
+                shrink_tiles = runs.cut(heights)
+                chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
+                chunk = chunk.repeat(-(-runs.lengths // heights))
+            chunks = -(-shrink_tiles.ranks // chunk)
+            num_tiles, num_units = len(expand_tiles.starts), int(chunks.sum())
+            shrink_offset = expand_offset + num_tiles * ITEM_WORDS
+            items = array[expand_offset : shrink_offset + num_units * ITEM_WORDS].reshape(-1, ITEM_WORDS)
+            cost = _write_expand_tiles(items[:num_tiles], expand_tiles)
+            _write_shrink_units(items[num_tiles:], shrink_tiles, chunk, chunks)
         array[: len(Header)] = (
-            len(seg_slot),
+            self.num_segments,
             self.num_rows,
             len(Header),
             slot_offset,
-            len(units),
+            num_units,
             shrink_offset,
-            len(expand_tiles),
+            num_tiles,
             expand_offset,
+            cost,
         )
-        array[len(Header) : slot_offset] = seg_indptr
-        array[slot_offset : slot_offset + len(seg_slot)] = seg_slot
-        array[expand_offset:shrink_offset] = expand_tiles.reshape(-1)
-        array[shrink_offset:used] = units.reshape(-1)
+        used = shrink_offset + num_units * ITEM_WORDS
         self.plan[:used].copy_(self._staging[self._next][:used], non_blocking=True)
         if self.device.type == "cuda":
             event = self._copied[self._next] or torch.cuda.Event()

@@ -23,7 +23,6 @@ from typing import Final
 
 ROW_ALIGNMENT: Final = 8
 RECORD_WORDS: Final = 6
-HEADER_WORDS: Final = 8
 ITEM_WORDS: Final = 4
 MAX_SLICES: Final = 4
 MAX_RANK: Final = 256
@@ -48,7 +47,8 @@ class Header(IntEnum):
     """Words of a plan's header.
 
     A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
-    Expand tile: row_start, row_count, slot, 0. Offsets count words from the start of the plan.
+    Expand tile: row_start, row_count, slot, cost of the tiles before. A tile's cost is the bytes that one output column
+    of it moves. Offsets count words from the start of the plan.
     """
 
     NUM_SEGMENTS = 0
@@ -59,6 +59,7 @@ class Header(IntEnum):
     SHRINK_OFFSET = 5
     NUM_EXPAND_TILES = 6
     EXPAND_OFFSET = 7
+    EXPAND_COST = 8
 
 
 def row_pitch(width: int) -> int:

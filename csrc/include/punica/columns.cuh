@@ -9,40 +9,26 @@
 
 namespace punica {
 
-constexpr int kWarpColumns = 64;
-constexpr int kChunk = 32;  // K elements of one load per lane and row
+constexpr int kChunk = 32;  // K elements of one load of a quad of lanes
 
 // Eight weight rows (output columns) of a lane, one chunk of K.
 struct WeightChunk {
   Vec8 row[8];
 };
 
-// Rows of a weight matrix of a warp: `rows` exist from `base` on (may be <= 0), `depth` elements of each matter.
-template <typename T>
-struct WeightRows {
-  T const* base;  // row of the lane's first output column
-  int rows;
-  int pitch;
-  int depth;
-};
-
-template <typename T>
-__device__ inline WeightRows<T> weight_rows(T const* matrix, int first_column, int num_columns, int pitch, int depth) {
-  int const column = first_column + threadIdx.x % 32 / 4 * 8;
-  return {matrix + static_cast<int64_t>(column) * pitch, num_columns - column, pitch, depth};
-}
-
-template <typename T>
-__device__ inline WeightChunk load_weights(WeightRows<T> const& weights, int chunk) {
-  int const k = chunk * kChunk + threadIdx.x % 4 * 8;
+// Loads the lane's chunk: `rows` rows exist from `base` on, `depth` elements from `base` on matter (both may be <= 0). With
+// kWhole the rows are all there or none.
+template <bool kWhole, typename T>
+__device__ inline WeightChunk load_weights(T const* base, int pitch, int rows, int depth) {
   WeightChunk out;
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    out.row[i] = load8<Source::kConstant, true>(weights.base + static_cast<int64_t>(i) * weights.pitch + k,
-                                                i < weights.rows ? weights.depth - k : 0);
-  if (weights.depth % 8 != 0 && k < weights.depth && k + 8 > weights.depth) {
+  for (int i = 0; i < 8; ++i) {
+    out.row[i] = load8<Source::kConstant, true>(base, (kWhole ? rows > 0 : i < rows) ? depth : 0);
+    base += pitch;
+  }
+  if (depth > 0 && depth < 8) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) keep_first(out.row[i], weights.depth - k);
+    for (int i = 0; i < 8; ++i) keep_first(out.row[i], depth);
   }
   return out;
 }
@@ -65,20 +51,27 @@ __device__ inline void columns_of(float (&out)[8], float const (&acc)[4][kRowTil
   }
 }
 
-// Row gain and bias of eight columns from `column` on, `valid` of which exist.
+// Row gain and bias of an adapter.
 template <typename T>
-__device__ inline void apply_affine(float (&out)[8], T const* arena, TableRecord const& record, int column, int valid) {
-  if (record.gain_offset >= 0) {
-    Vec8 const gain = load8<Source::kConstant, true>(arena + record.gain_offset + column, valid);
+struct Affine {
+  T const* arena;
+  int64_t gain_offset;  // -1: none
+  int64_t bias_offset;
+
+  // Applies both to eight columns from `column` on, `valid` of which exist.
+  __device__ void apply(float (&out)[8], int column, int valid) const {
+    if (gain_offset >= 0) {
+      Vec8 const gain = load8<Source::kConstant, true>(arena + gain_offset + column, valid);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] *= get<T>(gain, i);
-  }
-  if (record.bias_offset >= 0) {
-    Vec8 const bias = load8<Source::kConstant, true>(arena + record.bias_offset + column, valid);
+      for (int i = 0; i < 8; ++i) out[i] *= get<T>(gain, i);
+    }
+    if (bias_offset >= 0) {
+      Vec8 const bias = load8<Source::kConstant, true>(arena + bias_offset + column, valid);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] += get<T>(bias, i);
+      for (int i = 0; i < 8; ++i) out[i] += get<T>(bias, i);
+    }
   }
-}
+};
 
 template <typename T, bool kAligned>
 __device__ inline void store8(T* pointer, float const (&values)[8], int valid) {

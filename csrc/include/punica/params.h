@@ -12,9 +12,10 @@ namespace punica {
 constexpr int kMaxSlices = 4;
 constexpr int kRowAlignment = 8;       // elements: B rows and every matrix start on 16 bytes
 constexpr int kShrinkChunkShort = 16;  // lora_rank columns of a shrink unit of a segment of at most 8 rows
+constexpr int kShrinkBlocksPerSm = 2;
 constexpr int kMaxRank = 256;
 constexpr int kMaxTileRows = 64;
-constexpr int kExpandColumns = 256;    // output columns of one expand item
+constexpr int kWarpColumns = 64;       // output columns of a warp's tile
 
 // One slice of one slot. Offsets are elements of the arena.
 struct alignas(16) TableRecord {
@@ -38,6 +39,7 @@ enum PlanHeader : int {
   kShrinkOffset = 5,
   kNumExpandTiles = 6,
   kExpandOffset = 7,
+  kExpandCost = 8,  // of all tiles, per output column
 };
 
 // What all kernels share.
@@ -49,13 +51,13 @@ struct Tables {
   int num_slots;
 };
 
-// fp32 partial sums [max_splits, T, slices, max_rank]; split_target and max_splits decide how many splits are used.
+// fp32 partial sums [splits, T, slices, max_rank]; split_count() says how many splits are used.
 struct Scratch {
   float* v;
   int num_rows;
-  int max_rank;      // multiple of 8
-  int max_splits;    // how many fit
-  int split_target;  // work items that fill the GPU
+  int max_rank;    // multiple of 8
+  int max_splits;  // how many fit
+  int num_blocks;  // of shrink: work items that run at once
 };
 
 struct LaunchConfig {
@@ -84,10 +86,10 @@ struct ExpandParams {
   Scratch scratch;
   void* y;  // [T, sum of widths]
   int64_t y_stride;
-  int in_features;            // of the shrink that filled the scratch
-  int widths[kMaxSlices];     // O of each slice
-  int columns[kMaxSlices];    // first column of each slice
-  int chunk_end[kMaxSlices];  // items of kExpandColumns columns up to and including each slice
+  int in_features;           // of the shrink that filled the scratch
+  int widths[kMaxSlices];    // O of each slice
+  int columns[kMaxSlices];   // first column of each slice
+  int unit_end[kMaxSlices];  // units of kWarpColumns columns up to and including each slice
 };
 
 struct SegmentGemmParams {
@@ -108,16 +110,5 @@ template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config);
 template <typename T>
 cudaError_t launch_segment_gemm(SegmentGemmParams const& params, LaunchConfig const& config);
-
-// Splits of the in_features axis that shrink writes and expand sums. Both call this, so it may depend only on what both
-// know. A split is at least 512 columns: one step of each of the 8 warps of a block.
-__host__ __device__ inline int split_count(Scratch const& scratch, int num_units, int slices, int in_features) {
-  int const work = num_units * slices;
-  int splits = work > 0 ? scratch.split_target / work : 1;
-  int const longest = (in_features + 511) / 512;
-  splits = splits < longest ? splits : longest;
-  splits = splits < scratch.max_splits ? splits : scratch.max_splits;
-  return splits > 1 ? splits : 1;
-}
 
 }  // namespace punica

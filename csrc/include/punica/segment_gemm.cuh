@@ -7,7 +7,8 @@
 
 namespace punica {
 
-constexpr int kGemmThreads = kExpandColumns / kWarpColumns * 32;
+constexpr int kGemmColumns = 256;  // output columns of one work item
+constexpr int kGemmThreads = kGemmColumns / kWarpColumns * 32;
 constexpr int kGemmBlocksPerSm = 3;
 
 template <typename T, bool kAligned>
@@ -38,7 +39,7 @@ __device__ inline void store_rows(float const (&acc)[4][2][4], SegmentGemmParams
       columns_of<2>(out, acc, n, side);
 #pragma unroll
       for (int i = 0; i < 8; ++i) out[i] *= record.scale;
-      apply_affine(out, static_cast<T const*>(params.tables.arena), record, column, valid);
+      Affine<T>{static_cast<T const*>(params.tables.arena), record.gain_offset, record.bias_offset}.apply(out, column, valid);
       store8<T, kAligned>(static_cast<T*>(params.y) + (tile.x + t) * params.y_stride + column, out, valid);
     }
 }
@@ -49,24 +50,28 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocksPerSm) segment_gemm_k
   wait_for_previous();
   int32_t const* const plan = params.tables.plan;
   int const offset = __ldg(plan + kExpandOffset);
-  int const num_columns = (params.out_features + kExpandColumns - 1) / kExpandColumns;
+  int const num_columns = (params.out_features + kGemmColumns - 1) / kGemmColumns;
   int const num_items = __ldg(plan + kNumExpandTiles) * num_columns;
   int const chunks = (params.in_features + kChunk - 1) / kChunk;
   for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
     int4 const tile = load_item(plan, offset, index / num_columns);
     TableRecord const record = load_record(params.tables, 0, tile.z);
     if (record.lora_rank == 0) continue;
-    int const column = index % num_columns * kExpandColumns + threadIdx.x / 32 * kWarpColumns;
-    WeightRows<T> const weights =
-        weight_rows(static_cast<T const*>(params.tables.arena) + record.b_offset, column, params.out_features,
-                    round_up(params.in_features, kRowAlignment), params.in_features);
+    int const column = index % num_columns * kGemmColumns + threadIdx.x / 32 * kWarpColumns;
+    int const lane_column = column + threadIdx.x % 32 / 4 * 8;
+    int const pitch = round_up(params.in_features, kRowAlignment);
+    T const* const w = static_cast<T const*>(params.tables.arena) + record.b_offset + static_cast<int64_t>(lane_column) * pitch;
+    auto const load_chunk = [&](int chunk) {
+      int const k = chunk * kChunk + threadIdx.x % 4 * 8;
+      return load_weights<kAligned>(w + k, pitch, params.out_features - lane_column, params.in_features - k);
+    };
     for (int row = 0; row < tile.y; row += 16) {
       float acc[4][2][4] = {};
-      WeightChunk current = load_weights(weights, 0);
+      WeightChunk current = load_chunk(0);
       Vec8 rows[2];
       load_rows<T, kAligned>(rows, params, tile, row, 0);
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        WeightChunk const next = load_weights(weights, chunk + 1);
+        WeightChunk const next = load_chunk(chunk + 1);
         Vec8 next_rows[2];
         load_rows<T, kAligned>(next_rows, params, tile, row, chunk + 1);
         multiply<T, 2>(acc, current, rows);

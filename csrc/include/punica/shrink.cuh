@@ -11,7 +11,6 @@ namespace punica {
 
 constexpr int kShrinkWarps = 8;
 constexpr int kShrinkThreads = 32 * kShrinkWarps;
-constexpr int kShrinkBlocksPerSm = 2;
 constexpr int kStepColumns = 64;  // columns of I a warp takes at a time: 128 bytes of each row
 
 // A warp's tile: kRankTiles * 16 ranks by kRowTiles * 8 rows; kRowGroups groups of warps share out the rows, the warps of
@@ -46,41 +45,60 @@ struct ShrinkItem {
   int end_step;
 };
 
-template <typename T, typename Tile>
+template <typename Tile>
 struct ShrinkOperands {
-  Vec8 a[Tile::kUnroll][Tile::kRankTiles][2][2];  // [step][16 ranks][upper, lower 8][half of the step]
-  Vec8 x[Tile::kUnroll][Tile::kRowTiles][2];
+  Vec8 a[Tile::kUnroll][2][Tile::kRankTiles][2];  // [step][half of the step][16 ranks][upper, lower 8]
+  Vec8 x[Tile::kUnroll][2][Tile::kRowTiles];
 };
 
+// First column of a lane in a step's half, and how many columns from there on belong to the item (may be <= 0).
+struct LaneColumns {
+  int first;
+  int valid;
+};
+
+__device__ inline LaneColumns lane_columns(ShrinkParams const& params, ShrinkItem const& item, int step, int half) {
+  int const first = step * kStepColumns + half * 32 + threadIdx.x % 4 * 8;
+  return {first, step < item.end_step ? params.in_features - first : 0};
+}
+
 template <typename T, typename Tile, bool kAligned>
-__device__ inline void load_operands(ShrinkOperands<T, Tile>& operands, ShrinkParams const& params, ShrinkItem const& item,
-                                     TableRecord const& record, int step, int first_row) {
-  int const lane = threadIdx.x % 32;
+__device__ inline void load_a(ShrinkOperands<Tile>& operands, ShrinkParams const& params, ShrinkItem const& item,
+                              TableRecord const& record, int step) {
   T const* const a = static_cast<T const*>(params.tables.arena) + record.a_offset;
-  T const* const x = static_cast<T const*>(params.x);
 #pragma unroll
-  for (int u = 0; u < Tile::kUnroll; ++u) {
+  for (int u = 0; u < Tile::kUnroll; ++u)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int const this_step = step + u * Tile::kColumnGroups;
-      int const column = this_step * kStepColumns + half * 32 + lane % 4 * 8;
-      int const valid = this_step < item.end_step ? params.in_features - column : 0;
+      LaneColumns const columns = lane_columns(params, item, step + u * Tile::kColumnGroups, half);
 #pragma unroll
       for (int m = 0; m < Tile::kRankTiles; ++m)
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          int const r = item.rank_start + m * 16 + side * 8 + lane / 4;
-          operands.a[u][m][side][half] = load8<Source::kConstant, kAligned>(
-              a + static_cast<int64_t>(r) * params.in_features + column, r < record.lora_rank ? valid : 0);
+          int const r = item.rank_start + m * 16 + side * 8 + threadIdx.x % 32 / 4;
+          operands.a[u][half][m][side] =
+              load8<Source::kConstant, kAligned>(a + static_cast<int64_t>(r) * params.in_features + columns.first,
+                                                 r < record.lora_rank ? columns.valid : 0);
         }
+    }
+}
+
+template <typename T, typename Tile, bool kAligned>
+__device__ inline void load_x(ShrinkOperands<Tile>& operands, ShrinkParams const& params, ShrinkItem const& item, int step,
+                              int first_row) {
+#pragma unroll
+  for (int u = 0; u < Tile::kUnroll; ++u)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      LaneColumns const columns = lane_columns(params, item, step + u * Tile::kColumnGroups, half);
 #pragma unroll
       for (int n = 0; n < Tile::kRowTiles; ++n) {
-        int const t = first_row + n * 8 + lane / 4;
-        operands.x[u][n][half] = load8<Source::kActivation, kAligned>(
-            x + (item.row_start + t) * params.x_stride + column, t < item.row_count ? valid : 0);
+        int const t = first_row + n * 8 + threadIdx.x % 32 / 4;
+        operands.x[u][half][n] = load8<Source::kActivation, kAligned>(
+            static_cast<T const*>(params.x) + (item.row_start + t) * params.x_stride + columns.first,
+            t < item.row_count ? columns.valid : 0);
       }
     }
-  }
 }
 
 // Sums the warps' partial tiles in a fixed order and stores them to the item's split of v.
@@ -115,16 +133,20 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
   __syncthreads();
 }
 
+// The block's first item waits for the kernel before when the weights of its first step are on their way.
 template <typename T, typename Tile, bool kAligned>
 __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const& item, TableRecord const& record,
-                                   float* buffer) {
+                                   float* buffer, bool must_wait) {
   int const warp = threadIdx.x / 32;
   int const first_row = warp / Tile::kColumnGroups * Tile::kRowTiles * 8;
   float acc[Tile::kRankTiles][Tile::kRowTiles][4] = {};
   int const stride = Tile::kColumnGroups * Tile::kUnroll;
   for (int step = item.first_step + warp % Tile::kColumnGroups; step < item.end_step; step += stride) {
-    ShrinkOperands<T, Tile> operands;
-    load_operands<T, Tile, kAligned>(operands, params, item, record, step, first_row);
+    ShrinkOperands<Tile> operands;
+    load_a<T, Tile, kAligned>(operands, params, item, record, step);
+    if (must_wait) wait_for_previous();
+    must_wait = false;
+    load_x<T, Tile, kAligned>(operands, params, item, step, first_row);
 #pragma unroll
     for (int u = 0; u < Tile::kUnroll; ++u)
 #pragma unroll
@@ -133,8 +155,9 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
         for (int m = 0; m < Tile::kRankTiles; ++m)
 #pragma unroll
           for (int n = 0; n < Tile::kRowTiles; ++n)
-            mma_16x8x32<T>(acc[m][n], operands.a[u][m][0][half], operands.a[u][m][1][half], operands.x[u][n][half]);
+            mma_16x8x32<T>(acc[m][n], operands.a[u][half][m][0], operands.a[u][half][m][1], operands.x[u][half][n]);
   }
+  if (must_wait) wait_for_previous();  // this warp had no step
   reduce_and_store<Tile>(acc, buffer, params, item, record.lora_rank, first_row);
 }
 
@@ -142,7 +165,7 @@ template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kShrinkThreads, kShrinkBlocksPerSm) shrink_kernel(const __grid_constant__ ShrinkParams params) {
   __shared__ float buffer[kShrinkFloats];
   start_next();
-  wait_for_previous();
+  bool must_wait = true;
   Tables const& tables = params.tables;
   int const num_units = __ldg(tables.plan + kNumShrinkUnits);
   int const offset = __ldg(tables.plan + kShrinkOffset);
@@ -161,13 +184,15 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkBlocksPerSm) shrink_ker
     item.first_step = steps * item.split / splits;
     item.end_step = steps * (item.split + 1) / splits;
     if (unit.w >> 16 == kShrinkChunkShort) {
-      shrink_item<T, ShortTile, kAligned>(params, item, record, buffer);
+      shrink_item<T, ShortTile, kAligned>(params, item, record, buffer, must_wait);
     } else if (item.row_count <= MiddleTile::kRows) {
-      shrink_item<T, MiddleTile, kAligned>(params, item, record, buffer);
+      shrink_item<T, MiddleTile, kAligned>(params, item, record, buffer, must_wait);
     } else {
-      shrink_item<T, TallTile, kAligned>(params, item, record, buffer);
+      shrink_item<T, TallTile, kAligned>(params, item, record, buffer, must_wait);
     }
+    must_wait = false;
   }
+  if (must_wait) wait_for_previous();
 }
 
 template <typename T>

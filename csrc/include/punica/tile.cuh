@@ -112,7 +112,9 @@ __device__ inline void mma_16x8x32(float (&d)[4], Vec8 const& top, Vec8 const& b
 }
 
 // Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
-// next kernel's blocks start as soon as every block of this one has called it.
+// next kernel's blocks start as soon as every block of this one has called it. Every block waits at some time, also one
+// without work: else a kernel could end before the one before it, and the kernel after would start too early. Before the
+// wait only plan, table and arena may be read.
 __device__ inline void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -136,6 +138,26 @@ __device__ inline TableRecord load_record(Tables const& tables, int slice, int s
 
 __device__ inline int4 load_item(int32_t const* plan, int offset, int index) {
   return __ldg(reinterpret_cast<int4 const*>(plan + offset) + index);
+}
+
+constexpr int kMaxSplits = 16;
+constexpr int kMinSplitColumns = 512;  // one step of each warp of a shrink block
+
+// How many splits of the in_features axis shrink writes and expand sums. Both call this, so it may depend only on what both
+// know. Every lane of a warp must call it: lane s - 1 rates s splits by the number of waves and the length of each, with
+// what an item costs beside its columns expressed in columns, and the cheapest wins, the fewest splits first.
+__device__ inline int split_count(Scratch const& scratch, int num_units, int slices, int in_features) {
+  constexpr int kItemOverhead = 256;
+  constexpr int kCostBits = 26;
+  int const splits = static_cast<int>(threadIdx.x % 32) + 1;
+  int const longest = max(1, in_features / kMinSplitColumns);
+  unsigned rated = ~0u;
+  if (splits <= min(min(kMaxSplits, longest), max(1, scratch.max_splits))) {
+    int const waves = (num_units * slices * splits + scratch.num_blocks - 1) / scratch.num_blocks;
+    unsigned const cost = static_cast<unsigned>(waves) * (in_features / splits + kItemOverhead);
+    rated = min(cost, (1u << kCostBits) - 1) << 5 | splits;
+  }
+  return __reduce_min_sync(~0u, rated) & 31;
 }
 
 __device__ inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
