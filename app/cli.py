@@ -49,6 +49,7 @@ def _parser(connect: Connect) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"punica {version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_serve(commands, connect)
+    _add_bench(commands)
     return parser
 
 
@@ -58,6 +59,19 @@ def _add_serve(commands: Any, connect: Connect) -> None:
     for name, field in settings.all_keys().items():
         _add_key(serve, name, field.default, field.metadata["help"])
     serve.set_defaults(run=lambda options: _serve(options, connect))
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure this installation on this machine")
+    bench.add_argument("name", help="cpu or frontend; `punica bench NAME --help` says what it measures")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from app.bench.command import main as bench  # what only benchmarks need does not slow a server's start
+
+    return bench([options.name, *options.arguments])
 
 
 def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text: str) -> None:

@@ -119,9 +119,10 @@ def scan_end(tail: bytes, outcome: Outcome) -> str:
         return "error_event"
     if not tail.rstrip().endswith(_DONE):
         return "truncated"
-    for event in reversed(tail.split(b"\n\n")):
-        if event.startswith(_EVENT) and b'"usage":{' in event:
-            usage = msgspec.json.decode(event[len(_EVENT) :], type=_UsageChunk).usage or _Usage()
-            outcome.prompt_tokens, outcome.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-            break
+    # A raw tail has chunk sizes of the transfer encoding between events, but not inside of one.
+    at = tail.rfind(b'"usage":{')
+    if at >= 0:
+        event = tail[tail.rfind(_EVENT, 0, at) + len(_EVENT) : tail.find(b"\n\n", at)]
+        usage = msgspec.json.decode(event, type=_UsageChunk).usage or _Usage()
+        outcome.prompt_tokens, outcome.completion_tokens = usage.prompt_tokens, usage.completion_tokens
     return ""

@@ -1,0 +1,23 @@
+"""`punica bench NAME …`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from app.bench import cpu, frontend
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark; the exit code. Raises PunicaError if it cannot start."""
+    parser = argparse.ArgumentParser(prog="punica bench", description="Measure this installation on this machine.")
+    names = parser.add_subparsers(required=True, metavar="name")
+    for name, benchmark, text in (
+        ("cpu", cpu, "our server beside Hugging Face and PEFT generate"),
+        ("frontend", frontend, "the HTTP front end with a worker that computes nothing"),
+    ):
+        sub = names.add_parser(name, help=text, description=benchmark.__doc__)
+        benchmark.add_flags(sub)
+        sub.set_defaults(run=benchmark.main)
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
