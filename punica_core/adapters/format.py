@@ -27,6 +27,7 @@ SAMPLES = 3
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_SEGMENT = "default"
+_HEAD = "lm_head"
 
 
 class TensorRole(enum.StrEnum):
@@ -149,7 +150,8 @@ _MARKERS: Mapping[str, TensorRole] = MappingProxyType(
 def check_against(manifest: AdapterManifest, shapes: ModelShapes, max_lora_rank: int) -> None:
     """Raise unless every module of the adapter is one of the base's, of its shape, within the rank limit.
 
-    AdapterTooLarge names the module and both ranks; AdapterMismatch gives samples of the names, or both shapes.
+    AdapterTooLarge names the module and both ranks; AdapterMismatch gives samples of the names, or both shapes;
+    AdapterUnsupported: the base has such a module, but no LoRA on it is served.
     """
     for module in manifest.modules.values():
         if module.lora_rank > max_lora_rank:
@@ -158,6 +160,8 @@ def check_against(manifest: AdapterManifest, shapes: ModelShapes, max_lora_rank:
                 "serve with a larger --max-lora-rank or train with a smaller r."
             )
     unmatched = [path for path in manifest.modules if path not in shapes]
+    if _HEAD in unmatched:
+        raise AdapterUnsupported(f"it adapts {_HEAD}, which is not served; train without it in target_modules.")
     if unmatched:
         raise AdapterMismatch(
             f"{len(unmatched)} of {len(manifest.modules)} adapted modules are not in the base model: found "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from punica_core.adapters.format import ModelShapes
+from punica_core.lora.cache import AdapterCache
 from tests.support.peft_adapters import linear_shapes, save_peft_adapter, tiny_llama
 
 
@@ -36,3 +37,30 @@ def shapes() -> ModelShapes:
 def adapter(saved_adapter: Path, tmp_path: Path) -> Path:
     """A copy of adapter A (rank 8, all linears of F0) to be damaged."""
     return Path(shutil.copytree(saved_adapter, tmp_path / "A"))
+
+
+@pytest.fixture
+def make_cache(shapes: ModelShapes) -> Iterator[Callable[..., AdapterCache]]:
+    made: list[AdapterCache] = []
+
+    def make(budget_bytes: int = 10_000_000, **options: object) -> AdapterCache:
+        made.append(AdapterCache(shapes, torch.float32, budget_bytes, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+@pytest.fixture(scope="session")
+def saved_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("five")
+    for seed in range(5):
+        save_peft_adapter(root / f"adapter{seed}", seed=seed, r=4, target_modules=["q_proj"])
+    return root
+
+
+@pytest.fixture
+def folders(saved_folders: Path, tmp_path: Path) -> list[Path]:
+    """Five adapters of equal size and different content: q_proj only, rank 4."""
+    return sorted(Path(shutil.copytree(saved_folders, tmp_path / "five")).iterdir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,71 +13,16 @@ import torch
 
 from punica_core.adapters.files import SourceFile
 from punica_core.adapters.format import ModelShapes
-from punica_core.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterTooLarge, PunicaError
+from punica_core.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterTooLarge
 from punica_core.lora import cache as cache_module
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.weights import load_adapter
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
-from tests.support.peft_adapters import adapter_ref, edit_config, edit_tensors, read_tensors, save_peft_adapter
-
-PATIENCE = 30.0
-"""Seconds after which a test gives up on a thread; never waited for when all is well."""
+from tests.support.adapter_loading import PATIENCE, granted, refused
+from tests.support.peft_adapters import adapter_ref, edit_config, edit_tensors, read_tensors
 
 Make = Callable[..., AdapterCache]
-
-
-@pytest.fixture
-def make_cache(shapes: ModelShapes) -> Iterator[Make]:
-    made: list[AdapterCache] = []
-
-    def make(budget_bytes: int = 10_000_000, **options: object) -> AdapterCache:
-        made.append(AdapterCache(shapes, torch.float32, budget_bytes, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.close()
-
-
-@pytest.fixture(scope="session")
-def saved_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("five")
-    for seed in range(5):
-        save_peft_adapter(root / f"adapter{seed}", seed=seed, r=4, target_modules=["q_proj"])
-    return root
-
-
-@pytest.fixture
-def folders(saved_folders: Path, tmp_path: Path) -> list[Path]:
-    """Five adapters of equal size and different content: q_proj only, rank 4."""
-    return sorted(Path(shutil.copytree(saved_folders, tmp_path / "five")).iterdir())
-
-
-def settle(cache: AdapterCache, ref: AdapterRef) -> AdapterGrant | PunicaError:
-    """Ask as the scheduler does, step by step, until there is an answer."""
-    for _ in range(1000):
-        answer = cache.acquire(ref)
-        if isinstance(answer, AdapterGrant):
-            return answer
-        failures = dict(cache.poll(cache_module.time.monotonic()))
-        if ref in failures:
-            return failures[ref]
-        if answer is SkipReason.ADAPTER_LOADING:
-            assert cache.wait_for_load(PATIENCE), "the load never ended"
-    raise AssertionError(f"no answer for {ref.name}")
-
-
-def granted(cache: AdapterCache, ref: AdapterRef) -> AdapterGrant:
-    answer = settle(cache, ref)
-    assert isinstance(answer, AdapterGrant), answer
-    return answer
-
-
-def refused(cache: AdapterCache, ref: AdapterRef) -> PunicaError:
-    answer = settle(cache, ref)
-    assert isinstance(answer, PunicaError), answer
-    return answer
 
 
 def test_a_cold_adapter_loads_in_the_background_and_is_granted(make_cache: Make, adapter: Path) -> None:
@@ -274,82 +219,6 @@ def test_a_fifo_in_place_of_the_weights_is_refused_at_once(make_cache: Make, ada
     weights.unlink()
     os.mkfifo(weights)
     assert "not a regular file" in refused(make_cache(), adapter_ref(adapter)).message
-
-
-class Gate:
-    """Holds readers of one adapter's files, as a dead network mount does, until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: str) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Semaphore(0)
-        init = SourceFile.__init__
-
-        def wait_at_gate(file: SourceFile, path: str, *arguments: object) -> None:
-            if Path(path).parent.name in held and path.endswith(".safetensors"):
-                self.reached.release()
-                assert self.open.wait(PATIENCE)
-            init(file, path, *arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(SourceFile, "__init__", wait_at_gate)
-
-
-def test_a_slow_adapter_does_not_hold_up_another(
-    make_cache: Make, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch, "adapter0")
-    cache = make_cache()
-    slow, quick = adapter_ref(folders[0]), adapter_ref(folders[1])
-    cache.acquire(slow)
-    granted(cache, quick)
-    assert cache.acquire(slow) is SkipReason.ADAPTER_LOADING
-    gate.open.set()
-    granted(cache, slow)
-
-
-def test_a_load_without_progress_fails_alone_and_its_reader_is_replaced(
-    make_cache: Make, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch, "adapter0", "adapter1")
-    now = [0.0]
-    cache = make_cache(load_timeout=60.0, retry_seconds=5.0, clock=lambda: now[0])
-    stuck, waiting = [adapter_ref(folder) for folder in folders[:2]], adapter_ref(folders[2])
-    for ref in (*stuck, waiting):
-        cache.acquire(ref)
-    for _ in stuck:
-        assert gate.reached.acquire(timeout=PATIENCE)
-    assert cache.poll(60.0) == []
-    now[0] = 60.5
-    failures = dict(cache.poll(now[0]))
-    assert failures.keys() == set(stuck)
-    assert "no progress for 60 seconds" in failures[stuck[0]].message
-    granted(cache, waiting)
-
-    gate.open.set()  # the lost reads come back, too late to count
-    now[0] = 70.0
-    granted(cache, stuck[0])
-    outcomes = [load.outcome for load in cache.stats().loads]
-    assert sorted(outcomes) == sorted(["adapter_error", "adapter_error", "ok", "ok"])
-
-
-def test_a_queued_load_fails_too_when_every_reader_is_lost(
-    make_cache: Make, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_module, "MAX_STUCK_READERS", 1)
-    gate = Gate(monkeypatch, "adapter0", "adapter1")
-    now = [0.0]
-    cache = make_cache(load_timeout=60.0, retry_seconds=5.0, clock=lambda: now[0])
-    refs = [adapter_ref(folder) for folder in folders[:3]]
-    for ref in refs[:2]:
-        cache.acquire(ref)
-        assert gate.reached.acquire(timeout=PATIENCE)
-    now[0] = 30.0
-    cache.acquire(refs[2])
-    now[0] = 61.0
-    assert {ref for ref, _ in cache.poll(now[0])} == set(refs[:2])
-    assert cache.acquire(refs[2]) is SkipReason.ADAPTER_LOADING
-    now[0] = 91.0
-    assert {ref for ref, _ in cache.poll(now[0])} == {refs[2]}
-    gate.open.set()
 
 
 def test_an_unexpected_failure_is_an_internal_error_of_that_adapter(

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from transformers import LlamaForCausalLM
 
+from punica_core.adapters.peft_config import parse_config
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from tests.support.peft_adapters import (
+    ALL_LINEARS,
     adapter_ref,
     edit_config,
     edit_tensors,
@@ -150,3 +155,24 @@ def test_what_does_not_change_the_maths_is_ignored(adapter: Path, edit: Callable
     reference, key = peft_logits(adapter, PROMPT), load(adapter).key
     edit(adapter)
     assert assert_is_pefts(adapter, reference).key == key
+
+
+PATTERNS = [
+    "q_proj",
+    "self_attn.q_proj",
+    "attn.q_proj",
+    r"layers\.1\..*",
+    "^model.layers.0.mlp.up_proj",
+    "proj",
+    "(q|k)_proj",
+]
+
+
+@given(st.lists(st.sampled_from(PATTERNS), unique=True), st.integers(0, 2), st.sampled_from(ALL_LINEARS))
+def test_patterns_match_by_pefts_own_rule(patterns: list[str], layer: int, name: str) -> None:
+    block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    path = f"model.layers.{layer}.{block}.{name}"
+    ranks = {pattern: 2 + index for index, pattern in enumerate(patterns)}
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": ranks}
+    settings = parse_config(json.dumps(config).encode())
+    assert settings.rank_of(path) == ranks.get(get_pattern_key(list(ranks), path), 1)

@@ -1,0 +1,118 @@
+"""Damaged and hostile weights files: refused from the header, within bounds, and never unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from punica_core.adapters.format import ModelShapes
+from punica_core.adapters.header import parse_header
+from punica_core.errors import AdapterInvalid, AdapterTooLarge
+from tests.support.adapter_loading import refusal
+
+FIRST_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+FIRST_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+def write(folder: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = struct.pack("<Q", len(raw) if length is None else length)
+    (folder / "adapter_model.safetensors").write_bytes(size + raw + data)
+
+
+def entry(shape: list[Any], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "no tensors": ("no weights", lambda folder: write(folder, {})),
+    "metadata only": ("no weights", lambda folder: write(folder, {"__metadata__": {"format": "pt"}})),
+    "size-0 tensors": ("no weights", lambda folder: write(folder, {FIRST_A: entry([0], 0, 0)})),
+    "0 bytes": ("no weights", lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"") and None),
+    "5 bytes": ("truncated", lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345") and None),
+    "header of 2^60 bytes": ("claims a header of", lambda folder: write(folder, {}, length=2**60)),
+    "header longer than the file": ("truncated", lambda folder: write(folder, {}, length=100)),
+    "header is a list": ("JSON list", lambda folder: write(folder, [])),
+    "header is no JSON": ("not valid JSON", lambda folder: write(folder, b"{'a'}")),
+    "overlap": ("overlaps", lambda folder: write(folder, {"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, b"12345678")),
+    "hole": ("hole", lambda folder: write(folder, {"a": entry([1], 4, 8)}, b"12345678")),
+    "tail": ("4 bytes behind", lambda folder: write(folder, {"a": entry([1], 0, 4)}, b"12345678")),
+    "missing data": ("truncated", lambda folder: write(folder, {"a": entry([4], 0, 16)}, b"12345678")),
+    "size and shape differ": ("needs 12 bytes", lambda folder: write(folder, {"a": entry([3], 0, 8)}, b"12345678")),
+    "shape negative": ("shape", lambda folder: write(folder, {"a": entry([-1], 0, 4)}, b"1234")),
+    "shape overflows": ("needs", lambda folder: write(folder, {"a": entry([2**62, 2**62], 0, 4)}, b"1234")),
+    "shape of floats": ("shape", lambda folder: write(folder, {"a": entry([1.0], 0, 4)}, b"1234")),
+    "offsets reversed": ("offsets", lambda folder: write(folder, {"a": entry([1], 4, 0)}, b"1234")),
+    "unknown dtype": ("unknown dtype", lambda folder: write(folder, {"a": entry([1], 0, 4, "F33")}, b"1234")),
+    "extra field": ("exactly", lambda folder: write(folder, {"a": entry([1], 0, 4) | {"x": 1}}, b"1234")),
+    "long name": ("name of", lambda folder: write(folder, {"a" * 1000: entry([1], 0, 4)}, b"1234")),
+}
+
+
+@pytest.mark.parametrize(("words", "damage"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_damaged_or_hostile_file_is_refused(
+    adapter: Path, shapes: ModelShapes, words: str, damage: Callable[[Path], None]
+) -> None:
+    damage(adapter)
+    error = refusal(adapter, shapes)
+    assert isinstance(error, AdapterInvalid | AdapterTooLarge)
+    assert words in error.message
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(adapter: Path, shapes: ModelShapes) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 100)
+    assert f"end at byte {size}, the file at {size - 100}" in refusal(adapter, shapes).message
+
+
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("punica_core.adapters.header.MAX_TENSORS", 2)
+    header = json.dumps({str(index): {} for index in range(3)}).encode()
+    with pytest.raises(AdapterTooLarge, match="3 tensors; at most 2"):
+        parse_header(header, len(header) + 8, "file")
+
+
+class Marker:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_named_safetensors_is_refused_and_not_opened(
+    adapter: Path, shapes: ModelShapes, tmp_path: Path, protocol: int
+) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(pickle.dumps(Marker(tmp_path / "ran"), protocol))
+    error = refusal(adapter, shapes)
+    assert "pickle" in error.message
+    assert "weights_only=True" in error.message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_torch_archive_named_safetensors_is_refused(adapter: Path, shapes: ModelShapes, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "adapter_model.bin")
+    shutil.copy(tmp_path / "adapter_model.bin", adapter / "adapter_model.safetensors")
+    assert "pickle" in refusal(adapter, shapes).message
+
+
+def test_a_sparse_file_of_4_gb_is_refused_from_its_header(adapter: Path, shapes: ModelShapes) -> None:
+    features = 2**27
+    a, b = entry([8, features], 0, 32 * features), entry([64, 8], 32 * features, 32 * features + 2048)
+    write(adapter, {FIRST_A: a, FIRST_B: b})
+    weights = adapter / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size + 32 * features + 2048)
+    assert f"{features} → 64" in refusal(adapter, shapes).message
