@@ -64,7 +64,12 @@ def ready_text(names: Sequence[str], host: str, port: int) -> str:
 
 def _curl(url: str, name: str) -> str:
     body = msgspec.json.encode(
-        {"model": name, "messages": [{"role": "user", "content": "Hello! Who are you?"}], "max_tokens": 64}
+        {
+            "model": name,
+            "messages": [{"role": "user", "content": "Hello! Who are you?"}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
     ).decode()
     return f"curl -s {url}/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
 
@@ -77,7 +82,7 @@ def _sdk(url: str, names: Sequence[str]) -> str:
             f'client = OpenAI(base_url="{url}", api_key="none")',
             f"for model in {list(names[:_MAX_EXAMPLES])!r}:",
             '    messages = [{"role": "user", "content": "Hello! Who are you?"}]',
-            "    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=64)",
+            "    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)",
             '    print(f"{model}: {answer.choices[0].message.content}")',
         ]
     )

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.sandbox
+import jinja2.utils
 from jinja2 import nodes
 from jinja2.parser import Parser
 
@@ -48,6 +50,31 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _dict(*arguments: Any, **entries: Any) -> dict[Any, Any]:
+    # the class itself would offer its attributes
+    return dict(*arguments, **entries)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` without names that begin with an underscore, which may reach into Python."""
+
+    def __init__(*arguments: Any, **entries: Any) -> None:
+        self, *initial = arguments  # so that a template may call an entry `self`
+        values = dict(*initial, **entries)
+        for name in values:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -55,6 +82,8 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _dict
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
@@ -81,6 +110,8 @@ class ChatTemplate:
         continue_final_message: the prompt ends inside the last message, so that the model goes on with it.
         variables: further template variables (chat_template_kwargs); they may not replace the messages.
         """
+        # templates print None as "None"; what they can handle is a key that is not there
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if continue_final_message:
             messages = _mark_end(messages)
         scope: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
@@ -100,19 +131,21 @@ def _rendered(render: Callable[..., str], scope: Mapping[str, Any]) -> str:
 
 
 _END_MARK = "\u241fEND_OF_FINAL_MESSAGE\u241f"
+_END = _END_MARK + " "
+"""Put behind the final message; where its space is gone, the template trims messages."""
 
 
 def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     final = messages[-1]
     if not isinstance(final.get("content"), str):
         raise InvalidRequest("continue_final_message needs text in the last message.", param="continue_final_message")
-    return [*messages[:-1], {**final, "content": final["content"] + _END_MARK}]
+    return [*messages[:-1], {**final, "content": final["content"] + _END}]
 
 
 def _cut_at_mark(text: str) -> str:
-    cut, mark, _ = text.rpartition(_END_MARK)
+    cut, mark, rest = text.rpartition(_END_MARK)
     if not mark:
         raise InvalidRequest(
             "The chat template changes the last message, so it cannot be continued.", param="continue_final_message"
         )
-    return cut
+    return cut if rest.startswith(" ") else cut.rstrip()

@@ -88,6 +88,7 @@ def _serve(options: argparse.Namespace, connect: Connect) -> int:
     given = {name: value for name in settings.all_keys() if (value := getattr(options, name)) is not _UNSET}
     chosen = settings.load(given, os.environ, options.config)
     logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))  # our own lines say it
     with _bind(chosen) as listener:
         chosen = demo.with_demo(chosen) if not chosen.model else chosen
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import io
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import cli, demo
+from app.banner import Spinner, ready_text
+from app.settings import Settings, all_keys, load
+from punica_core.errors import ConfigError
+from punica_core.protocol import Progress
+
+
+def given_to_serve(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `punica serve ARGUMENTS` hands to settings.load."""
+    seen: dict[str, Any] = {}
+
+    def record(command_line: dict[str, Any], environ: object, config_file: object) -> Settings:
+        seen.update(command_line, config=config_file)
+        raise ConfigError("recorded")
+
+    monkeypatch.setattr(cli.settings, "load", record)
+    assert cli.main(["serve", *arguments]) == 1
+    return seen
+
+
+def test_the_command_line_hands_over_only_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_to_serve(["--model", "m", "--max-queue", "5", "--no-prefix-cache"], monkeypatch)
+    assert given == {"model": "m", "max_queue": "5", "prefix_cache": False, "config": None}
+    del given["config"]
+    assert load(given, {}).max_queue == 5
+
+
+def test_every_key_has_a_flag_and_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in all_keys().items():
+        flag = f"--{name.replace('_', '-')}"
+        assert flag in text
+        assert field.metadata["help"][:30] in text, name
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("punica ")
+
+
+def test_an_unknown_flag_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--modle", "x"])
+    assert ended.value.code == 2
+    assert "--modle" in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "eighty"]) == 1
+    assert capsys.readouterr().err == "error: --port is 'eighty'; a whole number is expected.\n"
+
+
+def test_ready_text_has_a_line_for_each_model_and_the_address_that_was_bound() -> None:
+    text = ready_text(["base", "it's"], "0.0.0.0", 4711)
+    assert text.count("curl -s http://127.0.0.1:4711/v1/chat/completions") == 2
+    assert 'base_url="http://127.0.0.1:4711/v1"' in text
+    curl = next(line for line in text.splitlines() if "it" in line and line.startswith("curl"))
+    shell = subprocess.run(["sh", "-c", curl.replace("curl -s", "printf '%s '")], capture_output=True, text=True)
+    assert '"model":"it\'s"' in shell.stdout
+
+
+def test_the_printed_python_is_valid() -> None:
+    text = ready_text(["base", "sql"], "::1", 1)
+    compile(text[text.index("from openai") :], "snippet", "exec")
+    assert "http://[::1]:1/v1" in text
+
+
+def test_a_long_list_of_models_is_cut() -> None:
+    text = ready_text([f"model-{index}" for index in range(500)], "127.0.0.1", 1)
+    assert text.count("curl -s http://127.0.0.1:1/v1/chat") == 8
+    assert "and 492 more" in text
+
+
+def test_progress_is_one_line_at_the_start_and_the_end_of_a_step() -> None:
+    stream = io.StringIO()
+    with Spinner(stream) as spinner:
+        for fraction in (0.0, 0.5, 1.0):
+            spinner.on_progress(Progress("loading", fraction))
+        spinner.on_progress(Progress("warming up"))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loading ..."
+    assert [line.split(" in ")[0] for line in lines[1:]] == ["loading: done", "warming up ...", "warming up: done"]
+
+
+def demo_program(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(demo, "_PREPARE", ("sh", "-c", script, "demo"))
+
+
+def test_without_a_model_the_demo_is_served_with_its_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    demo_program(monkeypatch, 'echo "/models/small$*"')
+    monkeypatch.setattr(demo, "_EXAMPLES", tmp_path)
+    chosen = demo.with_demo(Settings(cache="/c"))
+    assert (chosen.model, chosen.adapters) == ("/models/small--cache /c", str(tmp_path))
+    assert demo.with_demo(Settings(adapters="mine")).adapters == "mine"
+    monkeypatch.setattr(demo, "_EXAMPLES", tmp_path / "missing")
+    assert demo.with_demo(Settings()).adapters == ""
+
+
+def test_a_demo_that_cannot_be_prepared_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo_program(monkeypatch, "exit 1")
+    with pytest.raises(ConfigError, match="--model"):
+        demo.with_demo(Settings())
