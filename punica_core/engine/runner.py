@@ -11,15 +11,15 @@ from torch import Tensor
 from punica_core.config import BLOCK_SIZE, EngineConfig
 from punica_core.engine.step_inputs import LogitsRange, StepInputs, build_inputs, samples_token, scored_prompt_tokens
 from punica_core.errors import ConfigError
-from punica_core.lora.stacked import StackedLoRA
+from punica_core.lora.segmented import SegmentedLoRA
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention import PagedAttention
 from punica_core.model.loader import LoadedModel
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
 
-STACK_BUDGET_BYTES = 512 * 1024 * 1024
-"""Bound on stacked copies of adapters that are kept besides those of the running step."""
+LORA_LAYOUT_BYTES = 512 * 1024 * 1024
+"""Bound on the re-laid copies of adapters that are kept besides those of the running step."""
 
 KV_FRACTION = 0.5
 """Share of the free memory that the KV cache takes when kv_tokens is 0."""
@@ -74,7 +74,7 @@ def allocate_kv_cache(loaded: LoadedModel, num_blocks: int) -> Tensor:
 class ModelRunner:
     """Executes plans on one model.
 
-    weights_of: the adapter in a slot; asked once per segment and step, kept no longer than its stack.
+    weights_of: the adapter in a slot; asked once per segment and step, kept by its re-laid copy at most.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._weights_of = weights_of
         self._sampler = sampler
-        self._lora = StackedLoRA(loaded.groups, STACK_BUDGET_BYTES)
+        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows. The same plan may be executed again: KV is overwritten with the same values."""

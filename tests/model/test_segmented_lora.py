@@ -1,13 +1,13 @@
-"""Stacked and segmented LoRA equal the plain mathematics of each row."""
+"""Segmented LoRA equals the plain mathematics of each row."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from punica_core.lora.layers import LinearGroup
+from punica_core.lora.layers import LinearGroup, StepLoRA
 from punica_core.lora.plan import Segment, build_segments
-from punica_core.lora.stacked import SegmentedStep, StackedLoRA, StackedStep
+from punica_core.lora.segmented import SegmentedLoRA
 from punica_core.lora.weights import AdapterWeights, ModuleWeights
 
 GROUPS = (LinearGroup(0, ("q", "k", "v"), 24, (24, 8, 8)), LinearGroup(1, ("o",), 24, (24,)))
@@ -50,11 +50,10 @@ def expected(group: LinearGroup, x: torch.Tensor, y: torch.Tensor, segments: tup
     return out.float()
 
 
-def steps_of(segments: tuple[Segment, ...]) -> list[object]:
-    """Both ways to compute a step: from the stack, and by segments."""
-    lora = StackedLoRA(GROUPS, 1 << 30)
-    stacked = [lora.step(segments) for _ in range(2)][-1]
-    return [stacked, SegmentedStep(segments)]
+def step_of(segments: tuple[Segment, ...]) -> StepLoRA:
+    step = SegmentedLoRA(GROUPS, 1 << 30).step(segments)
+    assert step is not None
+    return step
 
 
 MIXES = [
@@ -74,27 +73,19 @@ def test_every_row_gets_its_own_adapter(group: LinearGroup, runs: tuple[tuple[in
     x, y = torch.randn(rows, 24), torch.randn(rows, sum(group.out_features))
     segments = segments_of(*runs)
     wanted = expected(group, x, y, segments)
-    for step in steps_of(segments):
-        got = y.clone()
-        step.add(group, x, got)
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
-        assert not torch.allclose(got, y)
-
-
-def test_both_ways_were_tried() -> None:
-    stacked, segmented = steps_of(segments_of(*MIXES[0]))
-    assert isinstance(stacked, StackedStep)
-    assert isinstance(segmented, SegmentedStep)
+    got = y.clone()
+    step_of(segments).add(group, x, got)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(got, y)
 
 
 def test_rows_without_adapter_are_bitwise_unchanged_between_and_around_segments() -> None:
     segments = segments_of((-1, 2), (2, 2), (-1, 3), (1, 2), (-1, 1))
     x, y = torch.randn(10, 24), torch.randn(10, 40)
     base_rows = [0, 1, 4, 5, 6, 9]
-    for step in steps_of(segments):
-        got = y.clone()
-        step.add(GROUPS[0], x, got)
-        assert torch.equal(got[base_rows], y[base_rows])
+    got = y.clone()
+    step_of(segments).add(GROUPS[0], x, got)
+    assert torch.equal(got[base_rows], y[base_rows])
 
 
 def test_an_adapter_that_overflows_changes_no_other_row() -> None:
@@ -102,15 +93,14 @@ def test_an_adapter_that_overflows_changes_no_other_row() -> None:
     segments = (Segment(1, 2, huge), Segment(2, 3, ADAPTERS[1]))
     x, y = torch.randn(3, 24), torch.randn(3, 40)
     wanted = expected(GROUPS[0], x, y, segments[1:])
-    for step in steps_of(segments):
-        got = y.clone()
-        step.add(GROUPS[0], x, got)
-        torch.testing.assert_close(got[[0, 2]], wanted[[0, 2]], rtol=1e-4, atol=1e-3)
-        assert not torch.isfinite(got[1]).all()
+    got = y.clone()
+    step_of(segments).add(GROUPS[0], x, got)
+    torch.testing.assert_close(got[[0, 2]], wanted[[0, 2]], rtol=1e-4, atol=1e-3)
+    assert not torch.isfinite(got[1]).all()
 
 
 def test_a_step_without_adapters_adds_nothing() -> None:
-    assert StackedLoRA(GROUPS, 0).step(segments_of((-1, 5))) is None
+    assert SegmentedLoRA(GROUPS, 0).step(segments_of((-1, 5))) is None
 
 
 def test_neighbouring_runs_of_one_slot_are_one_segment_and_empty_ones_none() -> None:
@@ -118,26 +108,24 @@ def test_neighbouring_runs_of_one_slot_are_one_segment_and_empty_ones_none() -> 
     assert [(s.start, s.end, s.adapter.key) for s in segments] == [(2, 6, "key0"), (6, 7, "key2")]
 
 
-def test_a_set_of_adapters_is_stacked_when_it_stays() -> None:
-    lora = StackedLoRA(GROUPS, 1 << 30)
-    one, two = segments_of((0, 1), (1, 1)), segments_of((2, 1), (3, 1))
-    kinds = [type(lora.step(segments)) for segments in (one, two, one, one, two, one)]
-    assert kinds == [SegmentedStep] * 3 + [StackedStep, SegmentedStep, StackedStep]
-
-
-def test_stacks_stay_within_their_budget() -> None:
-    unbounded, bounded = StackedLoRA(GROUPS, 1 << 30), StackedLoRA(GROUPS, 20_000)
+def test_what_is_kept_of_past_adapters_stays_within_its_budget() -> None:
+    unbounded, bounded = SegmentedLoRA(GROUPS, 1 << 30), SegmentedLoRA(GROUPS, 20_000)
     for lora in (unbounded, bounded):
         for slot in range(6):
-            for _ in range(2):
-                lora.step(segments_of((slot, 1)))
+            lora.step(segments_of((slot, 1)))
     assert unbounded.nbytes > 20_000
     assert 0 < bounded.nbytes <= 20_000
 
 
-def test_many_rows_of_many_adapters_are_not_stacked() -> None:
-    wide = (LinearGroup(0, ("o",), 24, (24,)),)
-    lora = StackedLoRA(wide, 1 << 30)
-    few, many = (segments_of(*((slot, rows) for slot in range(8))) for rows in (1, 4000))
-    assert isinstance([lora.step(few) for _ in range(2)][-1], StackedStep)
-    assert isinstance([lora.step(many) for _ in range(2)][-1], SegmentedStep)
+def test_an_adapter_that_was_dropped_and_comes_back_computes_the_same() -> None:
+    lora = SegmentedLoRA(GROUPS, 0)
+    x, y = torch.randn(2, 24), torch.randn(2, 40)
+    results = []
+    for slots in ((1, 2), (4, 5), (1, 2)):
+        got = y.clone()
+        step = lora.step(segments_of(*((slot, 1) for slot in slots)))
+        assert step is not None
+        step.add(GROUPS[0], x, got)
+        results.append(got)
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[1])
