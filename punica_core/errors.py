@@ -11,7 +11,8 @@ PunicaError
 │   ├── AdapterUnsupported          its files are sound, but use something that is not supported
 │   ├── AdapterMismatch             it was made for another base model (shapes differ)
 │   ├── AdapterChanged              its files changed while they were read: try again
-│   └── AdapterTooLarge             it exceeds a configured limit (rank, bytes)
+│   ├── AdapterTooLarge             it exceeds a configured limit (rank, bytes)
+│   └── AdapterLoadTimeout          reading its files made no progress: try again later
 ├── CapacityError                   try again later (HTTP 429 / 503)
 │   ├── QueueFull                   the admission queue is full
 │   ├── EngineRestarting            the worker was lost and a new one is being started
@@ -82,6 +83,10 @@ class AdapterChanged(AdapterError):
 
 class AdapterTooLarge(AdapterError):
     code = "adapter_too_large"
+
+
+class AdapterLoadTimeout(AdapterError):
+    code = "adapter_load_timeout"
 
 
 class CapacityError(PunicaError):

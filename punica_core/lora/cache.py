@@ -20,7 +20,7 @@ import torch
 
 from punica_core.adapters.format import ModelShapes
 from punica_core.adapters.residency import Presence, ResidencyTable
-from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, PunicaError
+from punica_core.errors import AdapterError, AdapterLoadTimeout, AdapterTooLarge, InternalError, PunicaError
 from punica_core.lora.weights import AdapterReader, AdapterWeights
 from punica_core.protocol import AdapterLoad, AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
@@ -251,7 +251,7 @@ class AdapterCache:
             f"Adapter {job.ref.name!r}: reading its files made no progress for {self._load_timeout:g} seconds; "
             "try again later."
         )
-        self._fail(job, AdapterError(message, param="model"), now)
+        self._fail(job, AdapterLoadTimeout(message, param="model"), now)
         if not job.reading:
             self._queue.remove(job)
             return

@@ -70,7 +70,7 @@ def test_a_load_without_progress_fails_alone_and_its_reader_is_replaced(
     now[0] = 70.0
     granted(cache, stuck[0], lambda: now[0])
     outcomes = [load.outcome for load in cache.stats().loads]
-    assert sorted(outcomes) == sorted(["adapter_error", "adapter_error", "ok", "ok"])
+    assert sorted(outcomes) == sorted(["adapter_load_timeout", "adapter_load_timeout", "ok", "ok"])
 
 
 def test_a_queued_load_fails_too_when_every_reader_is_lost(
