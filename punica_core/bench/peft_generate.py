@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import msgspec
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 BASE = "__base__"
 """PEFT's own name for rows without an adapter."""
@@ -59,54 +60,53 @@ class Contender:
 
     def run(self, job: Job) -> Timing:
         """Do the job and time it."""
-        ways: dict[str, Callable[[Job], int]] = {
-            "single": self._single,
-            "switching": self._switching,
-            "mixed": self._mixed,
-        }
         cpu, began = time.process_time(), time.perf_counter()
-        with torch.inference_mode():
-            generated = ways[job.way](job)
+        generated = sum(len(tokens) for tokens in self.generate(job))
         return Timing(
             seconds=time.perf_counter() - began, cpu_seconds=time.process_time() - cpu, generated_tokens=generated
         )
 
-    def _single(self, job: Job) -> int:
-        return sum(_generate(self._alone, [prompt], job.new_tokens) for prompt in job.prompts)
+    def generate(self, job: Job) -> list[list[int]]:
+        """The new tokens of each prompt."""
+        if job.way == "mixed":
+            names = [adapter or BASE for adapter in job.adapters]
+            return _generate(self._peft, job.prompts, job.new_tokens, adapter_names=names)
+        one_at_a_time = self._alone_generate if job.way == "single" else self._switch_and_generate
+        return [
+            one_at_a_time(prompt, adapter, job.new_tokens)
+            for prompt, adapter in zip(job.prompts, job.adapters, strict=True)
+        ]
 
-    def _switching(self, job: Job) -> int:
-        generated = 0
-        for prompt, adapter in zip(job.prompts, job.adapters, strict=True):
-            if not adapter:
-                with self._peft.disable_adapter():
-                    generated += _generate(self._peft, [prompt], job.new_tokens)
-                continue
-            self._peft.set_adapter(adapter)
-            generated += _generate(self._peft, [prompt], job.new_tokens)
-        return generated
+    def _alone_generate(self, prompt: list[int], adapter: str, new_tokens: int) -> list[int]:
+        return _generate(self._alone, [prompt], new_tokens)[0]
 
-    def _mixed(self, job: Job) -> int:
-        names = [adapter or BASE for adapter in job.adapters]
-        return _generate(self._peft, job.prompts, job.new_tokens, adapter_names=names)
+    def _switch_and_generate(self, prompt: list[int], adapter: str, new_tokens: int) -> list[int]:
+        if not adapter:
+            with self._peft.disable_adapter():
+                return _generate(self._peft, [prompt], new_tokens)[0]
+        self._peft.set_adapter(adapter)
+        return _generate(self._peft, [prompt], new_tokens)[0]
 
 
 def _load(model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
-def _generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **extra: Any) -> int:
-    """Greedy tokens for prompts of one length; the number generated."""
+def _generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **extra: Any) -> list[list[int]]:
+    """Greedy tokens after each of several prompts of one length."""
     ids = torch.tensor(prompts)
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        pad_token_id=0,
-        **extra,
-    )
-    return int(output.shape[0] * (output.shape[1] - ids.shape[1]))
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+            **extra,
+        )
+    tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return tokens
 
 
 def main() -> None:
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    disable_progress_bar()
     contender = Contender(options.model, options.adapters)
     _answer({"ready": contender.adapters})
     for line in sys.stdin.buffer:
