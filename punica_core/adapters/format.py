@@ -99,10 +99,11 @@ def build_manifest(settings: LoraSettings, tensors: Mapping[str, TensorEntry]) -
     Raises AdapterUnsupported for tensors that are not plain LoRA, AdapterInvalid for orphan halves, duplicate names,
     shapes that do not multiply, and ranks other than the config's (PEFT refuses those too).
     """
-    _check_served(tensors)
+    named = {name: classify(name) for name in tensors}
+    _check_served({name: role for name, (_, role) in named.items()})
     halves: dict[str, dict[TensorRole, TensorEntry]] = {}
-    for name, entry in tensors.items():
-        path, role = classify(name)
+    for name, (path, role) in named.items():
+        entry = tensors[name]
         if len(path) > MAX_PATH_LENGTH:
             raise AdapterInvalid(f"{shorten(name)!r} names a module by more than {MAX_PATH_LENGTH} characters.")
         pair = halves.setdefault(path, {})
@@ -178,10 +179,10 @@ def check_against(manifest: AdapterManifest, shapes: ModelShapes, max_lora_rank:
             )
 
 
-def _check_served(names: Iterable[str]) -> None:
+def _check_served(roles: Mapping[str, TensorRole]) -> None:
     """Name the most telling of the tensors that are not plain LoRA: the first in TensorRole's order."""
     order = list(TensorRole)
-    found = {name: role for name in names if (role := classify(name)[1]) not in (TensorRole.LORA_A, TensorRole.LORA_B)}
+    found = {name: role for name, role in roles.items() if role not in (TensorRole.LORA_A, TensorRole.LORA_B)}
     if not found:
         return
     name = min(found, key=lambda name: order.index(found[name]))
