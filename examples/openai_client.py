@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types import Model
 
 NAME_WIDTH, TEXT_WIDTH = 14, 92
-PROMPT = "Hello, Naomi here. Can I get five helmets delivered to Glasgow?"
+PROMPT = "Hello, Greta here. Can I get nine sleeping bags delivered to Tunis?"
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> str:
