@@ -66,14 +66,17 @@ def python_server(
 ) -> Iterator[tuple[str, Tree]]:
     """`python ARGUMENTS --port PORT` until the block ends: its URL, once /ready answers 200, and its processes.
 
-    Raises RuntimeError if it ends or is not ready in time; its output is in `log`.
+    Raises RuntimeError with the end of its output, which goes to `log`, if it ends or is not ready in time.
     """
     port = free_port()
     command = [sys.executable, *arguments, "--port", str(port)]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(url, process, time.monotonic() + ready_within)
+        if not _is_ready(url, process, time.monotonic() + ready_within):
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().splitlines()[-5:]
+            raise RuntimeError("The server did not start: " + "\n".join(last))
         yield url, Tree(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -84,11 +87,10 @@ def python_server(
             process.wait()
 
 
-def _wait_ready(url: str, process: subprocess.Popen[bytes], deadline: float) -> None:
+def _is_ready(url: str, process: subprocess.Popen[bytes], deadline: float) -> bool:
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/ready", timeout=5.0, trust_env=False).status_code == 200:
-                return
+                return True
         time.sleep(0.1)
-    state = "is not ready in time" if process.poll() is None else f"ended with exit code {process.returncode}"
-    raise RuntimeError(f"The server {state}.")
+    return False
