@@ -88,7 +88,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._weights_of = weights_of
         self._sampler = sampler
-        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES)
+        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES, loaded.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows. The same plan may be executed again: KV is overwritten with the same values."""
@@ -96,7 +96,7 @@ class ModelRunner:
             return StepResult()
         result = StepResult()
         with torch.inference_mode():
-            inputs = build_inputs(plan, self._weights_of)
+            inputs = build_inputs(plan, self._weights_of, self._loaded.device)
             logits = self._forward(inputs)
             usable = _usable(inputs.logits, logits, result)
             self._sample(usable, logits, result)
@@ -123,7 +123,7 @@ class ModelRunner:
         sampling = [part for part in ranges if samples_token(part.row)]
         if not sampling:
             return
-        chosen = logits if len(sampling) == logits.size(0) else logits[torch.tensor([part.last for part in sampling])]
+        chosen = logits if len(sampling) == logits.size(0) else logits[[part.last for part in sampling]]
         tokens = self._sampler.sample(chosen, [part.row for part in sampling])
         for part, token in zip(sampling, tokens, strict=True):
             result.sampled[part.row.sequence.request_id] = token

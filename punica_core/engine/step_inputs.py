@@ -42,8 +42,8 @@ class StepInputs:
     segments: tuple[Segment, ...]
 
 
-def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights]) -> StepInputs:
-    """The inputs of a plan with at least one row. `weights_of` gives the adapter in a slot."""
+def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights], device: torch.device) -> StepInputs:
+    """The inputs of a plan with at least one row, on `device`. `weights_of` gives the adapter in a slot."""
     ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -59,9 +59,9 @@ def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights]) ->
             logits.append(LogitsRange(row, len(logit_rows), wanted))
             logit_rows += range(first + row.count - wanted, first + row.count)
     return StepInputs(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([positions]),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.long),
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
         logits=tuple(logits),
         kv_rows=tuple(kv_rows),
         segments=build_segments(((row.slot, row.count) for row in plan.rows), weights_of),

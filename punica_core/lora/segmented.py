@@ -1,4 +1,4 @@
-"""LoRA on the CPU: each segment with its own matrices, laid out so that it takes few calls.
+"""LoRA in plain torch: each segment with its own matrices, laid out so that it takes few calls.
 
 A step costs the multiply-adds of the adapters' true ranks and, per segment and group, one call for all A matrices
 (those of q, k and v as one) and one per slice for B. Stacking all adapters of a step into one product with a mask
@@ -51,9 +51,10 @@ class SegmentedLoRA:
     budget_bytes: bound on those kept besides the adapters of the running step.
     """
 
-    def __init__(self, groups: Sequence[LinearGroup], budget_bytes: int) -> None:
+    def __init__(self, groups: Sequence[LinearGroup], budget_bytes: int, device: torch.device) -> None:
         self._groups = tuple(groups)
         self._budget_bytes = budget_bytes
+        self._device = device
         self._fused: OrderedDict[str, _FusedAdapter] = OrderedDict()
         self._nbytes = 0
 
@@ -71,7 +72,7 @@ class SegmentedLoRA:
     def _fused_of(self, adapter: AdapterWeights) -> _FusedAdapter:
         fused = self._fused.get(adapter.key)
         if fused is None:
-            fused = _fuse(self._groups, adapter)
+            fused = _fuse(self._groups, adapter, self._device)
             self._fused[adapter.key] = fused
             self._nbytes += fused.nbytes
         self._fused.move_to_end(adapter.key)
@@ -97,13 +98,13 @@ class _SegmentedStep:
                 out[:, part.outputs].addmm_(v[:, part.columns], part.b, alpha=part.scale)
 
 
-def _fuse(groups: Sequence[LinearGroup], adapter: AdapterWeights) -> _FusedAdapter:
-    built = tuple(_fuse_group(group, adapter) for group in groups)
+def _fuse(groups: Sequence[LinearGroup], adapter: AdapterWeights, device: torch.device) -> _FusedAdapter:
+    built = tuple(_fuse_group(group, adapter, device) for group in groups)
     tensors = [tensor for group in built if group for tensor in (group.a_t, *(part.b for part in group.slices))]
     return _FusedAdapter(built, sum(tensor.nbytes for tensor in tensors))
 
 
-def _fuse_group(group: LinearGroup, adapter: AdapterWeights) -> _GroupWeights | None:
+def _fuse_group(group: LinearGroup, adapter: AdapterWeights, device: torch.device) -> _GroupWeights | None:
     parts: list[Tensor] = []
     slices: list[_SliceExpand] = []
     column = offset = 0
@@ -113,9 +114,9 @@ def _fuse_group(group: LinearGroup, adapter: AdapterWeights) -> _GroupWeights | 
             lora_rank = module.a.size(0)
             columns, outputs = slice(column, column + lora_rank), slice(offset, offset + width)
             parts.append(module.a)
-            slices.append(_SliceExpand(columns, outputs, module.b.t().contiguous(), module.scale))
+            slices.append(_SliceExpand(columns, outputs, module.b.t().contiguous().to(device), module.scale))
             column += lora_rank
         offset += width
     if not parts:
         return None
-    return _GroupWeights((parts[0] if len(parts) == 1 else torch.cat(parts)).t(), tuple(slices))
+    return _GroupWeights((parts[0] if len(parts) == 1 else torch.cat(parts)).to(device).t(), tuple(slices))

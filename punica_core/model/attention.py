@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache on the CPU, behind transformers' attention interface.
+"""Attention over a paged KV cache in plain torch, behind transformers' attention interface.
 
 The modelling code calls `paged_attention` once a layer; what it needs to know of the step comes with the call, as
 the keyword `paged` that `forward` passes through. KV is block-major, [blocks, L, 2, P, K, D]: a block holds the keys
@@ -97,7 +97,7 @@ class KVRow:
 
 
 class PagedAttention:
-    """Attention of one step on the CPU. cache: [blocks, L, 2, P, K, D], contiguous; rows: all of the step, in order.
+    """Attention of one step. cache: [blocks, L, 2, P, K, D], contiguous; rows: all of the step, in order.
 
     Blocks that a row begins are cleared first, so that what is read of a block and masked is finite, whatever a
     failed sequence left there.
@@ -111,10 +111,12 @@ class PagedAttention:
         self._halves = cache.view(num_blocks * layers * 2, -1)
         self._head_shape = cache.shape[-2:]
         _clear_begun(cache, rows, block_size)
-        self._slots = self._kv_slots(rows)
+        self._slots = self._kv_slots(rows).to(cache.device)
         decode = [row for row in rows if row.count == 1]
-        self._buckets = [_Bucket(part, block_size, len(rows) == len(part)) for part in _bucketed(decode, block_size)]
-        self._chunks = [_Chunk(row, block_size) for row in rows if row.count > 1]
+        self._buckets = [
+            _Bucket(part, block_size, len(rows) == len(part), cache.device) for part in _bucketed(decode, block_size)
+        ]
+        self._chunks = [_Chunk(row, block_size, cache.device) for row in rows if row.count > 1]
 
     def _kv_slots(self, rows: Sequence[KVRow]) -> Tensor:
         """Rows of `_tokens` where layer 0's keys of the step go: [T]."""
@@ -130,7 +132,7 @@ class PagedAttention:
         self._tokens.index_copy_(0, slots + self._block_size, value.flatten(1))
         if len(self._buckets) == 1 and not self._chunks and self._buckets[0].is_whole_step:
             return self._attend_bucket(self._buckets[0], layer, query, spec)
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for bucket in self._buckets:
             out.index_copy_(0, bucket.rows, self._attend_bucket(bucket, layer, query[bucket.rows], spec))
         for chunk in self._chunks:
@@ -161,16 +163,16 @@ class PagedAttention:
 class _Bucket:
     """Decode rows that are attended together, padded to the longest."""
 
-    def __init__(self, rows: Sequence[KVRow], block_size: int, is_whole_step: bool) -> None:
-        self.rows = torch.tensor([row.first for row in rows])
+    def __init__(self, rows: Sequence[KVRow], block_size: int, is_whole_step: bool, device: torch.device) -> None:
+        self.rows = torch.tensor([row.first for row in rows], device=device)
         self.is_whole_step = is_whole_step
-        self._positions = torch.tensor([row.start for row in rows])
+        self._positions = torch.tensor([row.start for row in rows], device=device)
         self.length = max(row.end for row in rows)
         self._needs_mask = min(row.end for row in rows) < self.length
         width = -(-self.length // block_size)
         # Padding repeats the row's own first block: its numbers are finite if the row's are.
         tables = [_padded(row.block_table, -(-row.end // block_size), width) for row in rows]
-        self._tables = torch.tensor(tables)
+        self._tables = torch.tensor(tables, device=device)
         self._blocks: Tensor | None = None
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -189,19 +191,19 @@ class _Bucket:
         limited = window is not None and window < self.length
         if not self._needs_mask and not limited:
             return None
-        at = torch.arange(self.length)
+        at = torch.arange(self.length, device=self._tables.device)
         visible = at <= self._positions[:, None]
         if limited and window is not None:
             visible &= at > self._positions[:, None] - window
-        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[:, None, None]
+        return _added(visible, dtype)[:, None, None]
 
 
 class _Chunk:
     """A row of several tokens."""
 
-    def __init__(self, row: KVRow, block_size: int) -> None:
+    def __init__(self, row: KVRow, block_size: int, device: torch.device) -> None:
         self.row = row
-        self._table = torch.tensor([list(row.block_table[: -(-row.end // block_size)])])
+        self._table = torch.tensor([list(row.block_table[: -(-row.end // block_size)])], device=device)
         self._blocks: Tensor | None = None
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -212,17 +214,17 @@ class _Chunk:
 
     def mask(self, window: int | None) -> Tensor | None:
         if window not in self._masks:
-            self._masks[window] = causal_mask(self.row.start, self.row.count, window)
+            self._masks[window] = causal_mask(self.row.start, self.row.count, window, self._table.device)
         return self._masks[window]
 
 
-def causal_mask(start: int, count: int, window: int | None) -> Tensor | None:
+def causal_mask(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
     """[count, start + count], True where a query of [start, start + count) sees a key; None if plain causal from 0."""
     end = start + count
     if start == 0 and (window is None or window >= end):
         return None
-    position = torch.arange(start, end)[:, None]
-    at = torch.arange(end)
+    position = torch.arange(start, end, device=device)[:, None]
+    at = torch.arange(end, device=device)
     visible = at <= position
     return visible if window is None else visible & (at > position - window)
 
@@ -237,9 +239,9 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSp
     else:
         heads = q.size(1) // k.size(1)
         if mask is None:
-            mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
-        added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-        out = _softcapped(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1), added, spec)
+            mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
+        keys, values = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
+        out = _softcapped(q, keys, values, _added(mask, q.dtype), spec)
     return out[0].transpose(0, 1)
 
 
@@ -257,6 +259,11 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     if mask is not None:
         scores = scores + mask
     return scores.softmax(-1).to(query.dtype) @ value
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is visible, else -inf: what is added to the scores."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _bucketed(rows: Sequence[KVRow], block_size: int) -> list[list[KVRow]]:
@@ -291,4 +298,4 @@ def _clear_begun(cache: Tensor, rows: Sequence[KVRow], block_size: int) -> None:
         for index in range(-(-row.start // block_size), -(-row.end // block_size))
     ]
     if begun:
-        cache[torch.tensor(begun)] = 0
+        cache[torch.tensor(begun, device=cache.device)] = 0

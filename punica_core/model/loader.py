@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from punica_core.config import EngineConfig
 from punica_core.errors import ConfigError
@@ -20,6 +21,7 @@ from punica_core.model.fusing import install_lora, replace_head
 from punica_core.model.probe import probe_attention, reference_logits
 from punica_core.model.shapes import KVShape, decoder_layers_path, module_shapes, parameter_bytes
 from punica_core.model.support import check_supported, max_model_len
+from punica_core.model.threads import limit_threads
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class LoadedModel:
 def load_model(config: EngineConfig, on_progress: Progress = lambda what, fraction: None) -> LoadedModel:
     """Load `config.model`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
     device = resolve_device(config)
+    if device.type == "cpu":
+        logger.info("torch uses %d threads", limit_threads())
     model_dir = resolve_model_dir(config.model, on_progress)
     hf_config = _read_config(model_dir)
     check_supported(hf_config)
@@ -161,6 +165,7 @@ def _read_config(model_dir: Path) -> Any:
 
 def _read_weights(model_dir: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with all of its weights; a folder that lacks some is refused instead of served half random."""
+    transformers_logging.disable_progress_bar()  # a worker has no terminal; progress goes to the front end
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,

@@ -40,7 +40,7 @@ class AttentionProbe:
             raise UnsupportedAttention("several attentions in one layer")
         self.kv_shapes[layer] = (key.size(1), key.size(2))
         self.windows[layer] = spec.window
-        return attend_causally(query, key, value, spec, causal_mask(0, query.size(0), spec.window))
+        return attend_causally(query, key, value, spec, causal_mask(0, query.size(0), spec.window, query.device))
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from punica_core.model.attention import (
 )
 
 LAYERS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 2, 16, 2, 6, 8
+CPU = torch.device("cpu")
 SPECS = [
     AttentionSpec(0.3),
     AttentionSpec(0.3, window=5),
@@ -100,9 +101,9 @@ def test_keys_land_in_their_layer_and_block_and_nowhere_else() -> None:
 
 
 def test_a_plain_causal_mask_is_none() -> None:
-    assert causal_mask(0, 5, None) is None
-    assert causal_mask(0, 5, 5) is None
-    assert causal_mask(0, 5, 4) is not None
+    assert causal_mask(0, 5, None, CPU) is None
+    assert causal_mask(0, 5, 5, CPU) is None
+    assert causal_mask(0, 5, 4, CPU) is not None
 
 
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(6)}, {"position_bias": torch.zeros(1)}, {"dropout": 0.1}])

@@ -11,6 +11,7 @@ from punica_core.lora.segmented import SegmentedLoRA
 from punica_core.lora.weights import AdapterWeights, ModuleWeights
 
 GROUPS = (LinearGroup(0, ("q", "k", "v"), 24, (24, 8, 8)), LinearGroup(1, ("o",), 24, (24,)))
+CPU = torch.device("cpu")
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
 
 
@@ -51,7 +52,7 @@ def expected(group: LinearGroup, x: torch.Tensor, y: torch.Tensor, segments: tup
 
 
 def step_of(segments: tuple[Segment, ...]) -> StepLoRA:
-    step = SegmentedLoRA(GROUPS, 1 << 30).step(segments)
+    step = SegmentedLoRA(GROUPS, 1 << 30, CPU).step(segments)
     assert step is not None
     return step
 
@@ -100,7 +101,7 @@ def test_an_adapter_that_overflows_changes_no_other_row() -> None:
 
 
 def test_a_step_without_adapters_adds_nothing() -> None:
-    assert SegmentedLoRA(GROUPS, 0).step(segments_of((-1, 5))) is None
+    assert SegmentedLoRA(GROUPS, 0, CPU).step(segments_of((-1, 5))) is None
 
 
 def test_neighbouring_runs_of_one_slot_are_one_segment_and_empty_ones_none() -> None:
@@ -109,7 +110,7 @@ def test_neighbouring_runs_of_one_slot_are_one_segment_and_empty_ones_none() -> 
 
 
 def test_what_is_kept_of_past_adapters_stays_within_its_budget() -> None:
-    unbounded, bounded = SegmentedLoRA(GROUPS, 1 << 30), SegmentedLoRA(GROUPS, 20_000)
+    unbounded, bounded = SegmentedLoRA(GROUPS, 1 << 30, CPU), SegmentedLoRA(GROUPS, 20_000, CPU)
     for lora in (unbounded, bounded):
         for slot in range(6):
             lora.step(segments_of((slot, 1)))
@@ -118,7 +119,7 @@ def test_what_is_kept_of_past_adapters_stays_within_its_budget() -> None:
 
 
 def test_an_adapter_that_was_dropped_and_comes_back_computes_the_same() -> None:
-    lora = SegmentedLoRA(GROUPS, 0)
+    lora = SegmentedLoRA(GROUPS, 0, CPU)
     x, y = torch.randn(2, 24), torch.randn(2, 40)
     results = []
     for slots in ((1, 2), (4, 5), (1, 2)):
