@@ -249,5 +249,5 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert self.table.num_residents == 1
 
 
-ResidencyMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+ResidencyMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestResidencyMachine = ResidencyMachine.TestCase
