@@ -17,7 +17,7 @@ def limit_threads(cpu_max: Path = CPU_MAX) -> int:
     In a container with a CPU quota torch sees every core of the host, and threads that wait for a core hold up all
     others at the end of each product.
     """
-    threads = max(1, min(torch.get_num_threads(), available_cpus(cpu_max)))
+    threads: int = max(1, min(torch.get_num_threads(), available_cpus(cpu_max)))
     torch.set_num_threads(threads)
     return threads
 

@@ -134,6 +134,19 @@ def test_a_step_executed_twice_gives_the_same_tokens(weights: dict[int, AdapterW
     assert driven.runner.execute(plan) == driven.runner.execute(plan)
 
 
+@pytest.mark.gpu
+def test_a_mixed_batch_on_the_gpu_gives_the_logits_of_the_cpu(weights: dict[int, AdapterWeights]) -> None:
+    logits = []
+    for device in ("cpu", "cuda"):
+        driven = DrivenRunner(tiny_llama().to(device), weights)
+        prompts = ((BASE_SLOT, 20), (0, 5), (1, 33))
+        sequences = [driven.sequence(random_prompt(n, VOCAB_SIZE), slot) for slot, n in prompts]
+        driven.generate(sequences, new_tokens=4, budget=9)
+        logits.append([driven.logits_of(sequence).cpu() for sequence in sequences])
+    for on_cpu, on_gpu in zip(*logits, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-3)
+
+
 def _scaled(module: object, factor: float) -> object:
     from punica_core.lora.weights import ModuleWeights
 
