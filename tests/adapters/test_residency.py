@@ -127,6 +127,22 @@ def test_equal_content_has_one_copy() -> None:
     assert not table.reserve(make_ref("c"), 50, 0), "b's pin must hold the copy"
 
 
+def test_content_that_is_about_to_leave_is_not_joined() -> None:
+    table = make_table()
+    a, twin, c = make_ref("a"), make_ref("twin"), make_ref("c")
+    load(table, a, 30, "same")
+    table.begin(c, 0)
+    assert table.reserve(c, 80, 0)
+    load(table, twin, 20, "same")
+    assert table.presence(twin, 0) is Presence.RESIDENT
+    table.commit(c, "c", 0)
+    assert table.presence(a, 0) is Presence.ABSENT
+    assert table.presence(twin, 0) is Presence.RESIDENT
+    load(table, a, 20, "same", now=10.0)
+    assert table.pin(a) is table.pin(twin), "the key now stands for the copy that stayed"
+    table.check()
+
+
 def test_a_just_loaded_adapter_keeps_its_place_until_it_is_claimed() -> None:
     table = make_table(claim_seconds=5.0)
     a, b = make_ref("a"), make_ref("b")
