@@ -63,27 +63,49 @@ class BaseLinear(nn.Module):  # type: ignore[misc]
 class LoRALinear(nn.Module):  # type: ignore[misc]
     """One or more base linears of equal input, as one matrix, plus the step's adapters.
 
-    weight: [ΣO, I]; bias: [ΣO] or None. Without adapters the output is the base linears'.
+    weight: [ΣO, I]; bias: [ΣO] or None; of a single linear its own parameters. Without adapters the output is the base
+    linears'. context: where the running step's adapters are found; may be replaced.
     """
 
     def __init__(self, group: LinearGroup, linears: Sequence[nn.Linear], context: LoRAContext) -> None:
         super().__init__()
         self.group = group
-        self._context = context
-        weights = [part.weight.detach() for part in linears]
-        biases = [part.bias.detach() for part in linears if part.bias is not None]
+        self.context = context
+        weights = [part.weight for part in linears]
+        biases = [part.bias for part in linears if part.bias is not None]
         if biases and len(biases) < len(linears):
             raise ValueError(f"{group.paths}: linears with and without a bias cannot be fused")
         self.weight = _joined(weights)
         self.bias = _joined(biases) if biases else None
 
+    @classmethod
+    def from_linear(cls, source: nn.Linear, group: LinearGroup | None = None) -> LoRALinear:
+        """A layer in the place of `source`, with its parameters; `BatchLoRA` says which adapter each row uses.
+
+        group: default one of its own, whose only slice has the path "".
+        Raises TypeError for anything but a plain nn.Linear (quantized and parametrized ones are subclasses).
+        """
+        if type(source) is not nn.Linear:
+            raise TypeError(f"got a {type(source).__name__}, want a plain torch.nn.Linear")
+        own = LinearGroup(0, ("",), source.in_features, (source.out_features,))
+        return cls(own if group is None else group, [source], LoRAContext()).train(source.training)
+
+    @property
+    def in_features(self) -> int:
+        return self.group.in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.group.out_features)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., I] → [..., ΣO]."""
-        y = linear(x, self.weight, self.bias)
-        step = self._context.step
+        rows = x.reshape(-1, x.size(-1))
+        y = linear(rows, self.weight, self.bias)
+        step = self.context.step
         if step is not None:
-            step.add(self.group, x.view(-1, x.size(-1)), y.view(-1, y.size(-1)))
-        return y
+            step.add(self.group, rows, y)
+        return y.view(*x.shape[:-1], y.size(-1))
 
 
 class FusedProjection:
@@ -120,6 +142,8 @@ class LinearSlice(nn.Module):  # type: ignore[misc]
         return self._fused.take(self._index, x)
 
 
-def _joined(parts: Sequence[Tensor]) -> nn.Parameter:
-    """One parameter out of several; a single part is taken as it is, without a copy."""
-    return nn.Parameter(parts[0] if len(parts) == 1 else torch.cat(list(parts)), requires_grad=False)
+def _joined(parts: Sequence[nn.Parameter]) -> nn.Parameter:
+    """One parameter out of several; a single one is taken as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)

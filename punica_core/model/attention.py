@@ -60,8 +60,10 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The function registered under `ATTENTION_NAME`. query: [1, H, T, D]; key, value: [1, K, T, D] → [1, T, H, D]."""
     asked = sorted(name for name, wanted in others.items() if name not in _HARMLESS and wanted is not None)
-    if asked or attention_mask is not None or dropout or paged is None:
-        raise UnsupportedAttention(f"attention with {', '.join(asked) or 'a mask or without a step'}")
+    if paged is None:
+        raise UnsupportedAttention("its layers do not pass keywords of forward on to their attention")
+    if asked or attention_mask is not None or dropout:
+        raise UnsupportedAttention(f"its attention takes {', '.join(asked) or 'a mask or dropout'}")
     spec = AttentionSpec(query.size(-1) ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     out = paged.attend(
         module.layer_idx,

@@ -35,9 +35,9 @@ class AttentionProbe:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if key.shape != value.shape or query.size(-1) != key.size(-1):
-            raise UnsupportedAttention("keys, values and queries of different width")
+            raise UnsupportedAttention("its queries, keys and values differ in width")
         if layer in self.kv_shapes:
-            raise UnsupportedAttention("several attentions in one layer")
+            raise UnsupportedAttention("it has several attentions in one layer")
         self.kv_shapes[layer] = (key.size(1), key.size(2))
         self.windows[layer] = spec.window
         return attend_causally(query, key, value, spec, causal_mask(0, query.size(0), spec.window, query.device))
@@ -68,7 +68,7 @@ def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> KVShape:
         with torch.inference_mode():
             logits = model(**probe_inputs(model), use_cache=False, paged=probe).logits[0]
     except (UnsupportedAttention, TypeError) as error:
-        raise ConfigError(f"{name} cannot be served: it needs {error}.", param="model") from error
+        raise ConfigError(f"{name} cannot be served: {error}.", param="model") from error
     layers = config.num_hidden_layers
     if sorted(probe.kv_shapes) != list(range(layers)):
         raise ConfigError(

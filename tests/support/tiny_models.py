@@ -24,7 +24,7 @@ from transformers import (
 VOCAB_SIZE = 131
 MAX_POSITIONS = 256
 
-_SIZES: Mapping[str, Any] = MappingProxyType(
+TINY_SIZES: Mapping[str, Any] = MappingProxyType(
     {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -43,14 +43,14 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 def _build(config_class: type, model_class: type, **more: Any) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
         torch.manual_seed(7)
-        model: PreTrainedModel = model_class(config_class(**{**_SIZES, **more})).eval()
-        _spread(model)
+        model: PreTrainedModel = model_class(config_class(**{**TINY_SIZES, **more})).eval()
+        spread(model)
         return model
 
     return build
 
 
-def _spread(model: PreTrainedModel) -> None:
+def spread(model: PreTrainedModel) -> None:
     """Larger weights, and biases and norms off their initial 0 and 1, so that leaving any of them out shows."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
