@@ -11,12 +11,10 @@ import msgspec
 
 from app.batcher import SequenceRequest
 from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from app.tokenizer import Tokenizer
+from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core.errors import ContextLengthExceeded, InvalidRequest
 from punica_core.protocol import SamplingParams
 
-_INLINE_CHARACTERS = 8192
-"""Longer prompts are tokenized on a thread: about a millisecond of work is where the event loop begins to feel it."""
 _DEFAULT_COMPLETION_TOKENS = 16
 
 ResultT = TypeVar("ResultT")
@@ -77,7 +75,7 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
 
 
 async def _off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
-    return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+    return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
 
 
 def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:

@@ -16,7 +16,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api_errors import error_response, plain_error_response
+from app.openapi import document
 from app.routes import generate, models, ops
+from app.schemas import ChatRequest, CompletionRequest
 from app.service import Service, version
 from app.settings import Settings
 from punica_core.client import EngineClient
@@ -55,6 +57,7 @@ def create_app(
         exception_handlers={HTTPException: _http_error},
     )
     app.state.service = service
+    app.openapi = document(app, [ChatRequest, CompletionRequest])  # type: ignore[method-assign]  # FastAPI's own way
     for routes in (generate, models, ops):
         app.include_router(routes.router)
     return app

@@ -1,7 +1,8 @@
 """The bodies of OpenAI requests, validated: what is supported, what is refused by name, and the bounds of everything.
 
 Three kinds of fields: supported ones are declared; known ones that we do not implement are in `_REFUSED` with the
-values that ask for nothing; unknown ones are ignored. Null means "not given". Types are strict: "0.5" is not a number.
+values that ask for nothing; unknown ones are ignored (and logged once). Null means "not given". Types are strict: "0.5"
+is not a number.
 """
 
 from __future__ import annotations
@@ -36,8 +37,22 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
+_WITHOUT_EFFECT = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Fields of the API that ask for nothing a server like this could do differently. Accepted, not kept."""
+
+
 class GenerationRequest(_Strict):
     """What chat and completions share. Bounds of token ids against the vocabulary are checked later."""
+
+    model_config = ConfigDict(extra="allow")
 
     _REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -76,6 +91,12 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options is only allowed when stream is true.")
         return self
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of given fields that no version of the API has, as far as we know."""
+        known = self._REFUSED.keys() | _WITHOUT_EFFECT
+        return [name[:64] for name in self.model_extra or {} if name not in known]
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

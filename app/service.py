@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
 from punica_core.protocol import AdapterRef, Event, Outputs, Progress, StepStarted
 
 log = logging.getLogger(__name__)
+
+_MAX_UNKNOWN_FIELDS = 100
 
 
 def version() -> str:
@@ -74,6 +76,7 @@ class Service:
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._lives = 0
+        self._unknown_fields: set[str] = set()
 
     @property
     def layout(self) -> EngineLayout:
@@ -110,6 +113,13 @@ class Service:
         except ModelNotFound as error:
             hint = f" The base model is {self.base_name!r}; GET /v1/models lists everything."
             raise ModelNotFound(error.message + hint, param="model") from None
+
+    def note_unknown(self, fields: Sequence[str]) -> None:
+        """Log fields of requests that nobody knows, each once."""
+        for name in fields:
+            if name not in self._unknown_fields and len(self._unknown_fields) < _MAX_UNKNOWN_FIELDS:
+                self._unknown_fields.add(name)
+                log.info("Requests carry the unknown field %r; it is ignored.", name)
 
     def head(self, prefix: str, model: str, adapter_key: str) -> Head:
         """Id, time and fingerprint of a new response; the fingerprint names version, base and adapter content."""

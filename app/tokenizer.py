@@ -16,6 +16,8 @@ from app.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from punica_core.errors import ConfigError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG_TEXT = 8192
+"""Characters from which tokenizing is worth a thread: about a millisecond, which the event loop begins to feel."""
 _CONTEXT_TOKENS = 8
 """Prompt tokens that precede a completion when its first characters are decoded."""
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
@@ -87,7 +89,9 @@ class Tokenizer:
         """Token ids. A text that begins with the BOS token (a rendered template) gets no second one."""
         if self._bos and text.startswith(self._bos):
             add_special_tokens = False
-        # encode_batch releases the GIL, encode does not
+        if len(text) <= LONG_TEXT:
+            return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        # costs more to begin with, but releases the GIL
         return self._rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -14,6 +14,7 @@ from app.body import read_body
 from app.formats import ChatFormat, CompletionFormat, Format
 from app.generation import Job, chat_job, completion_job
 from app.metrics import ModelMetrics
+from app.openapi import body_of
 from app.output_text import OutputText
 from app.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse
 from app.service import Service
@@ -24,7 +25,7 @@ from punica_core.protocol import AdapterRef
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_of(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     admission = Admission(request)
@@ -40,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     return admission.response("chatcmpl", body, job, flight, outputs, answer)
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, openapi_extra=body_of(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue one or several prompts."""
     admission = Admission(request)
@@ -68,6 +69,7 @@ class Admission:
 
     def resolve(self, body: GenerationRequest) -> AdapterRef | None:
         """The adapter asked for, None for the base. Raises ModelNotFound or AdapterError."""
+        self.service.note_unknown(body.unknown_fields)
         try:
             adapter = self.service.resolve(body.model)
         except ModelNotFound:

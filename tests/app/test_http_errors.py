@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
 
 from app.api_errors import STATUS_BY_CODE
+from app.schemas import ChatRequest, CompletionRequest
 from punica_core.errors import ConfigError, InternalError, PunicaError
 from tests.app.conftest import BASE, MakeServer, Server
 
@@ -259,3 +263,49 @@ async def test_a_full_queue_is_a_429_with_retry_after(make_server: MakeServer) -
     assert refused.json()["error"]["code"] == "queue_full"
     assert int(refused.headers["retry-after"]) >= 1
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+async def test_unknown_fields_are_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="app.service")
+    for _ in range(3):
+        await server.http.post("/v1/chat/completions", json=CHAT | {"wibble": 1, "user": "me", "tools": None})
+    assert [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()] == [
+        "Requests carry the unknown field 'wibble'; it is ignored."
+    ]
+
+
+async def test_the_openapi_document_has_the_bodies_and_resolves(server: Server) -> None:
+    document = (await server.http.get("/openapi.json")).json()
+    for path, name in (("/v1/chat/completions", "ChatRequest"), ("/v1/completions", "CompletionRequest")):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= document["components"]["schemas"].keys()
+    assert "Message" in references
+
+
+def nonsense(random: Random) -> Any:
+    """A JSON value that some client might send."""
+    scalars: list[Any] = [None, True, 0, -1, 1, 0.5, 2**31, 2**63, -(2**64), 1e308, "", "a", "\u0000", "😀" * 9]
+    if random.random() < 0.7:
+        return random.choice(scalars)
+    if random.random() < 0.5:
+        return [nonsense(random) for _ in range(random.randrange(4))]
+    keys = ("role", "content", "type", "text", "1", "300", "include_usage", "name", "tool_calls")
+    return {random.choice(keys): nonsense(random) for _ in range(random.randrange(4))}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_fuzzed_bodies_never_give_a_5xx(server: Server, path: str) -> None:
+    random, statuses = Random(7), Counter[int]()
+    fields = [*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatRequest._REFUSED, "odd"]
+    valid: dict[str, Any] = CHAT | {"prompt": "hello"}
+    for _ in range(400):
+        body = valid | {random.choice(fields): nonsense(random) for _ in range(random.randrange(1, 3))}
+        response = await server.http.post(path, content=json.dumps(body))
+        statuses[response.status_code] += 1
+        assert response.status_code in (200, 400, 404), (body, response.text)
+        if response.status_code != 200:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert min(statuses[200], statuses[400]) > 20
+    assert (await server.chat()).status_code == 200
