@@ -88,7 +88,9 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         if type(source) is not nn.Linear:
             raise TypeError(f"got a {type(source).__name__}, want a plain torch.nn.Linear")
         own = LinearGroup(0, ("",), source.in_features, (source.out_features,))
-        return cls(own if group is None else group, [source], LoRAContext()).train(source.training)
+        layer = cls(own if group is None else group, [source], LoRAContext())
+        layer.train(source.training)
+        return layer
 
     @property
     def in_features(self) -> int:
