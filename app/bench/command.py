@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 
 from app.bench import cpu, frontend
@@ -20,4 +22,5 @@ def main(arguments: Sequence[str]) -> int:
         benchmark.add_flags(sub)
         sub.set_defaults(run=benchmark.main)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what it has started, too
     return int(options.run(options))

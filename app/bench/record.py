@@ -16,11 +16,11 @@ _PACKAGES = ("torch", "transformers", "peft", "uvicorn", "httpx")
 
 
 def provenance() -> dict[str, Any]:
-    """Where and how this process measures."""
+    """Where and how this process measures. Of paths in the command only the last part is kept."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": "punica " + " ".join(sys.argv[1:]),
+        "command": "punica " + " ".join(Path(word).name for word in sys.argv[1:]),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
