@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -123,11 +123,9 @@ class Service:
 
     def head(self, prefix: str, model: str, adapter_key: str) -> Head:
         """Id, time and fingerprint of a new response; the fingerprint names version, base and adapter content."""
-        identity = f"{prefix}-{time.time_ns():x}{id(object()):x}"
-        digest = hashlib.blake2s(identity.encode(), digest_size=12).hexdigest()
         parts = (f"punica-{self.version}", self.base_name, adapter_key[:16])
         fingerprint = ":".join(part for part in parts if part)
-        return Head(f"{prefix}-{digest}", int(time.time()), model, fingerprint)
+        return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, fingerprint)
 
     async def start(self) -> None:
         """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
