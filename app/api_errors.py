@@ -12,7 +12,9 @@ import msgspec
 from starlette.responses import Response
 
 from punica_core.errors import (
+    AdapterChanged,
     AdapterError,
+    AdapterLoadTimeout,
     CapacityError,
     ContextLengthExceeded,
     Draining,
@@ -36,6 +38,8 @@ STATUS_BY_CODE: dict[str, int] = {
     ModelNotFound.code: 404,
     AdapterError.code: 400,
     **{kind.code: 400 for kind in AdapterError.__subclasses__()},
+    AdapterChanged.code: 503,  # what may be over at the next attempt is what SDKs should retry
+    AdapterLoadTimeout.code: 503,
     CapacityError.code: 503,
     QueueFull.code: 429,
     Draining.code: 503,

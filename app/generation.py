@@ -52,7 +52,7 @@ async def chat_job(body: ChatRequest, tokenizer: Tokenizer, max_model_len: int) 
 
     size = sum(len(message["content"] or "") for message in messages)
     ids = await _off_loop_if_large(size, prompt_ids)
-    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=None)
+    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=None, prompt_field="messages")
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     sampling = _sampling(body, tokenizer.vocab_size, limit, logprobs=alternatives)
     return _job([Prompt(ids)], [sampling], body.n or 1)
@@ -67,7 +67,13 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
     if body.max_tokens == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # the one thing for which the engine runs a prompt without generating
     for prompt in prompts:
-        limit = _output_limit(len(prompt.ids), body.max_tokens, max_model_len, default=_DEFAULT_COMPLETION_TOKENS)
+        limit = _output_limit(
+            len(prompt.ids),
+            body.max_tokens,
+            max_model_len,
+            default=_DEFAULT_COMPLETION_TOKENS,
+            prompt_field="prompt",
+        )
         samplings.append(
             _sampling(body, tokenizer.vocab_size, limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
         )
@@ -98,10 +104,12 @@ def _check_ids(ids: list[int], vocab_size: int, field: str) -> None:
         )
 
 
-def _output_limit(prompt_tokens: int, asked: int | None, max_model_len: int, default: int | None) -> int:
+def _output_limit(
+    prompt_tokens: int, asked: int | None, max_model_len: int, *, default: int | None, prompt_field: str
+) -> int:
     """Tokens to generate: what was asked for must fit; a default is cut to what fits."""
     if prompt_tokens == 0:
-        raise InvalidRequest("The prompt is empty: it has no tokens.", param="prompt")
+        raise InvalidRequest("The prompt is empty: it has no tokens.", param=prompt_field)
     room = max_model_len - prompt_tokens
     if asked is None and room > 0:
         return room if default is None else min(default, room)
@@ -112,7 +120,7 @@ def _output_limit(prompt_tokens: int, asked: int | None, max_model_len: int, def
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {output}). Please shorten the prompt or "
             "the output (context_length_exceeded).",
-            param="max_tokens" if prompt_tokens < max_model_len else "messages",
+            param="max_tokens" if prompt_tokens < max_model_len else prompt_field,
         )
     return wanted
 

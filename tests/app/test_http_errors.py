@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -167,6 +168,26 @@ async def test_too_long_a_prompt_names_both_numbers(make_server: MakeServer) -> 
     assert "This model's maximum context length is 40 tokens" in error["message"]
     assert "127 tokens (119 in the prompt, 8 in the output)" in error["message"]
     assert "context_length_exceeded" in error["message"]
+
+
+async def test_a_prompt_that_fills_the_context_alone_is_what_the_error_names(make_server: MakeServer) -> None:
+    async with make_server(max_model_len=40) as server:
+        chat = await server.chat(messages=[{"role": "user", "content": "x" * 100}], max_tokens=None)
+        completion = await server.complete(prompt="x" * 100, max_tokens=None)
+        exact = await server.complete(prompt="x" * 40, max_tokens=None)
+    assert [response.json()["error"]["param"] for response in (chat, completion, exact)] == [
+        "messages", "prompt", "prompt",
+    ]  # fmt: skip
+    assert "100 in the prompt, at least 1 in the output" in completion.json()["error"]["message"]
+
+
+def test_the_documentation_names_every_field_and_code() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    for model in (ChatRequest, CompletionRequest):
+        for name in (*model.model_fields, *model._REFUSED):
+            assert f"`{name}`" in text or name.startswith("guided_") or f"`{name}." in text, name
+    undocumented = [code for code in STATUS_BY_CODE if f"`{code}`" not in text]
+    assert undocumented == ["invalid_request", "adapter_error", "capacity", "engine_error"]  # only their children occur
 
 
 @pytest.mark.parametrize(
