@@ -161,3 +161,7 @@ class Server(uvicorn.Server):
         self._drain = asyncio.create_task(self._service.finish_drain())
         await super().shutdown(sockets)
         self._drain.cancel()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
