@@ -73,7 +73,7 @@ punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int6
   int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);
   STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
   int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, std::numeric_limits<int>::max()));
-  int const num_blocks = num_sms * punica::kShrinkBlocksPerSm;
+  int const num_blocks = num_sms * punica::shrink_blocks_per_sm(to_int(num_rows));
   return {static_cast<float*>(v.data_ptr()), to_int(num_rows), static_cast<int>(max_rank), max_splits, num_blocks};
 }
 

@@ -13,7 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from punica_core.ops.layout import ITEM_WORDS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL, Header
+from punica_core.ops.layout import (
+    EXPAND_SHARE_BYTES,
+    ITEM_WORDS,
+    MAX_EXPAND_SHARES,
+    SHRINK_CHUNK_SHORT,
+    SHRINK_CHUNK_TALL,
+    Header,
+)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -56,12 +63,21 @@ def _heights(lengths: Int32Array, middle_limit: int) -> Int32Array:
     ).astype(np.int32)
 
 
-def _write_expand_tiles(out: Int32Array, tiles: _Runs) -> int:
-    """Fill ``[tiles, ITEM_WORDS]`` and return the cost of all: bytes of B and of y (read, written) per column."""
+def _shares(tiles: _Runs) -> Int32Array:
+    """Shares of each tile: one for every EXPAND_SHARE_BYTES that an output column of it moves."""
     cost = (((tiles.ranks + 7) & -8) << 1) + (tiles.lengths << 2)
-    last = cost.cumsum()
-    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = tiles.starts, tiles.lengths, tiles.slots, last - cost
-    return int(last[-1])
+    return (cost + (EXPAND_SHARE_BYTES - 1)) // EXPAND_SHARE_BYTES
+
+
+def _write_expand_shares(out: Int32Array, tiles: _Runs, shares: Int32Array) -> None:
+    """Fill ``[shares, ITEM_WORDS]`` with ``shares[i]`` shares of tile i."""
+    if len(out) == len(shares):
+        out[:, 0], out[:, 1], out[:, 2], out[:, 3] = tiles.starts, tiles.lengths, tiles.slots, 1 << 16
+        return
+    owner = np.arange(len(shares)).repeat(shares)
+    index = np.arange(len(owner), dtype=np.int32) - (shares.cumsum() - shares)[owner]
+    out[:, 0], out[:, 1], out[:, 2] = tiles.starts[owner], tiles.lengths[owner], tiles.slots[owner]
+    out[:, 3] = index + (shares << 16)[owner]
 
 
 def _write_shrink_units(out: Int32Array, tiles: _Runs, chunk: Int32Array, chunks: Int32Array) -> None:
@@ -98,7 +114,9 @@ class SegmentPlan:
         self.device = torch.device(device)
         tiles = min(max_rows, self.max_segments + max_rows // _SHORT_ROWS)
         chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
-        capacity = len(Header) + 2 * self.max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (1 + chunks)
+        capacity = (
+            len(Header) + 2 * self.max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+        )
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(_NUM_STAGING)]
@@ -169,7 +187,7 @@ class SegmentPlan:
 
     def _send(self, array: Int32Array, slot_offset: int, expand_offset: int, runs: _Runs) -> None:
         """Write work list and header behind the segments, and start the copy."""
-        num_tiles = num_units = cost = 0
+        num_shares = num_units = 0
         shrink_offset = expand_offset
         if self.num_adapter_rows:
             expand_tiles = shrink_tiles = runs
@@ -181,11 +199,12 @@ class SegmentPlan:
                 chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
                 chunk = chunk.repeat(-(-runs.lengths // heights))
             chunks = -(-shrink_tiles.ranks // chunk)
-            num_tiles, num_units = len(expand_tiles.starts), int(chunks.sum())
-            shrink_offset = expand_offset + num_tiles * ITEM_WORDS
+            shares = _shares(expand_tiles)
+            num_shares, num_units = int(shares.sum()), int(chunks.sum())
+            shrink_offset = expand_offset + num_shares * ITEM_WORDS
             items = array[expand_offset : shrink_offset + num_units * ITEM_WORDS].reshape(-1, ITEM_WORDS)
-            cost = _write_expand_tiles(items[:num_tiles], expand_tiles)
-            _write_shrink_units(items[num_tiles:], shrink_tiles, chunk, chunks)
+            _write_expand_shares(items[:num_shares], expand_tiles, shares)
+            _write_shrink_units(items[num_shares:], shrink_tiles, chunk, chunks)
         array[: len(Header)] = (
             self.num_segments,
             self.num_rows,
@@ -193,9 +212,8 @@ class SegmentPlan:
             slot_offset,
             num_units,
             shrink_offset,
-            num_tiles,
+            num_shares,
             expand_offset,
-            cost,
         )
         used = shrink_offset + num_units * ITEM_WORDS
         self.plan[:used].copy_(self._staging[self._next][:used], non_blocking=True)

@@ -27,6 +27,10 @@ ITEM_WORDS: Final = 4
 MAX_SLICES: Final = 4
 MAX_RANK: Final = 256
 
+EXPAND_SHARE_BYTES: Final = 64
+"""Bytes that one output column of a share moves: of B, and of y read and written."""
+MAX_EXPAND_SHARES: Final = (2 * MAX_RANK + 4 * 64) // EXPAND_SHARE_BYTES
+
 SHRINK_CHUNK_SHORT: Final = 16
 """lora_rank columns of a shrink unit of a segment of at most 8 rows."""
 SHRINK_CHUNK_TALL: Final = 32
@@ -47,8 +51,8 @@ class Header(IntEnum):
     """Words of a plan's header.
 
     A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
-    Expand tile: row_start, row_count, slot, cost of the tiles before. A tile's cost is the bytes that one output column
-    of it moves. Offsets count words from the start of the plan.
+    Expand share: row_start, row_count, slot, share | shares << 16: a tile that moves more bytes a column has more shares
+    of its columns. Offsets count words from the start of the plan.
     """
 
     NUM_SEGMENTS = 0
@@ -57,9 +61,8 @@ class Header(IntEnum):
     SLOT_OFFSET = 3
     NUM_SHRINK_UNITS = 4
     SHRINK_OFFSET = 5
-    NUM_EXPAND_TILES = 6
+    NUM_EXPAND_SHARES = 6
     EXPAND_OFFSET = 7
-    EXPAND_COST = 8
 
 
 def row_pitch(width: int) -> int:

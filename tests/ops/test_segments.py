@@ -27,11 +27,13 @@ def test_every_adapted_row_and_rank_is_covered_exactly_once(runs: list[tuple[int
     plan = SegmentPlan(2000, max_rank=256)
     plan.set_segments(indptr, slots, SLOT_RANK)
     row_slot = np.repeat(slots, lengths)
-    expanded = np.zeros(len(row_slot), int)
-    for start, count, slot, _ in items(plan, Header.NUM_EXPAND_TILES, Header.EXPAND_OFFSET):
+    expanded = np.zeros(len(row_slot))
+    for start, count, slot, share in items(plan, Header.NUM_EXPAND_SHARES, Header.EXPAND_OFFSET):
+        shares = share >> 16
+        assert 0 <= share & 0xFFFF < shares
         assert 0 < count <= 64
         assert (row_slot[start : start + count] == slot).all()
-        expanded[start : start + count] += 1
+        expanded[start : start + count] += 1 / shares
     shrunk = np.zeros((len(row_slot), 256), int)
     for start, count, slot, ranks in items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET):
         assert 0 < count <= 64
@@ -39,7 +41,7 @@ def test_every_adapted_row_and_rank_is_covered_exactly_once(runs: list[tuple[int
         shrunk[start : start + count, ranks & 0xFFFF : (ranks & 0xFFFF) + (ranks >> 16)] += 1
     for row, slot in enumerate(row_slot):
         lora_rank = SLOT_RANK[slot] if slot >= 0 else 0
-        assert expanded[row] == (lora_rank > 0)
+        assert expanded[row] == pytest.approx(1.0 if lora_rank > 0 else 0.0)
         assert (shrunk[row, :lora_rank] == 1).all()
         assert shrunk.max(initial=0) <= 1
 
@@ -62,7 +64,7 @@ def test_rows_become_segments_of_equal_neighbours() -> None:
 def test_a_step_without_rows_is_valid() -> None:
     plan = SegmentPlan(8, max_rank=64)
     plan.set_rows(np.empty(0, np.int32), SLOT_RANK)
-    assert plan.plan[Header.NUM_SHRINK_UNITS] == plan.plan[Header.NUM_EXPAND_TILES] == plan.plan[Header.NUM_ROWS] == 0
+    assert plan.plan[Header.NUM_SHRINK_UNITS] == plan.plan[Header.NUM_EXPAND_SHARES] == plan.plan[Header.NUM_ROWS] == 0
 
 
 def test_the_worst_case_fits_the_capacity() -> None:

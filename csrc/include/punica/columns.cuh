@@ -77,13 +77,14 @@ template <typename T, bool kAligned>
 __device__ inline void store8(T* pointer, float const (&values)[8], int valid) {
   Vec8 out;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) set<T>(out, i, values[i]);
+  for (int i = 0; i < 4; ++i) out.word[i] = Convert<T>::pack(values[2 * i], values[2 * i + 1]);
   if constexpr (kAligned) {
-    if (valid > 0) *reinterpret_cast<uint4*>(pointer) = out.raw;
+    if (valid > 0) *reinterpret_cast<uint4*>(pointer) = to_raw(out);
   } else {
+    auto* const elements = reinterpret_cast<uint16_t*>(pointer);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (i < valid) memcpy(pointer + i, &out.element[i], 2);
+      if (i < valid) elements[i] = static_cast<uint16_t>(out.word[i / 2] >> (i % 2 * 16));
   }
 }
 

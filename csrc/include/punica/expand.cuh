@@ -1,10 +1,9 @@
 // y = gain * (y + scale * v B^T) + bias: the low-rank rows of a step onto the whole fused output of a group.
 //
-// The work is the tiles of the plan (at most 64 rows of one segment) times units of 64 output columns, weighted by the bytes
-// a column of each tile moves. Every block takes one contiguous, equal share of that weight (expand_kernel) and goes
-// through it tile by tile and slice by slice (Part). For each part it sums the splits that shrink left into shared memory,
-// in a fixed order; each warp then streams weights through two register buffers. The first weights are on their way before
-// the block waits for shrink.
+// The plan lists shares of tiles (at most 64 rows of one segment): a tile that moves more bytes a column has more shares, each
+// of them a range of output columns. The kernel cuts every share into the same number of items. For each item the block
+// sums the splits that shrink left into shared memory, in a fixed order; each warp then streams weights through two
+// register buffers. The first weights are on their way before the block waits for shrink.
 #pragma once
 
 #include "punica/columns.cuh"
@@ -13,14 +12,14 @@ namespace punica {
 
 constexpr int kExpandWarps = 4;
 constexpr int kExpandThreads = 32 * kExpandWarps;
-constexpr int kExpandBlocksPerSm = 3;
+constexpr int kItemUnits = 16;     // units of kWarpColumns columns of an item when there is work for every block
+constexpr int kMinItemUnits = 4;   // and at least, when there is not
 constexpr int kHiddenPitch = kMaxRank + 8;  // of the shared low-rank rows: without bank conflicts
 
 // Units [first_unit, end_unit) of one slice for one tile.
 //
-// A lane's load covers 32 elements of K in a quad. Matrices of lora_rank 16 or 8 would leave half or three quarters of the
-// lanes idle, so there a quad loads a pack of 2 or 4 units at once; they are multiplied one after another, with zeros in the
-// lanes of the others.
+// A quad of lanes loads 32 elements of K at once. Matrices of lora_rank up to 16 would leave half of the lanes idle, so there
+// a quad loads a pack of two units; they are multiplied one after the other, with zeros in the lanes of the other.
 template <typename T>
 struct Part {
   int row_count;
@@ -75,19 +74,16 @@ __device__ inline void gather_hidden(T* hidden, HiddenSource const& source, Part
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     if (t < part.row_count && r < part.lora_rank) {
       float const* const v = source.v + t * source.row_pitch + r;
-#pragma unroll 8
+#pragma unroll 4
       for (int split = 0; split < source.splits; ++split) {
         float4 const term = __ldcg(reinterpret_cast<float4 const*>(v + split * source.split_pitch));
         sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
       }
     }
     int const left = part.lora_rank - r;  // the ranks of a last, partial quad were never written
-    union {
-      T element[4];
-      uint2 raw;
-    } out = {{Convert<T>::from_float(sum.x), Convert<T>::from_float(left > 1 ? sum.y : 0.f),
-              Convert<T>::from_float(left > 2 ? sum.z : 0.f), Convert<T>::from_float(left > 3 ? sum.w : 0.f)}};
-    *reinterpret_cast<uint2*>(hidden + t * kHiddenPitch + r) = out.raw;
+    uint32_t const low = Convert<T>::pack(sum.x, left > 1 ? sum.y : 0.f);
+    uint32_t const high = Convert<T>::pack(left > 2 ? sum.z : 0.f, left > 3 ? sum.w : 0.f);
+    *reinterpret_cast<uint2*>(hidden + t * kHiddenPitch + r) = make_uint2(low, high);
   }
 }
 
@@ -99,7 +95,7 @@ __device__ inline void load_hidden(Vec8 (&rows)[kRowTiles], T const* hidden, Par
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n) {
     rows[n] = zero8();
-    if (part.lane_unit() == unit_of_pack) rows[n].raw = *reinterpret_cast<uint4 const*>(from + n * 8 * kHiddenPitch);
+    if (part.lane_unit() == unit_of_pack) rows[n] = from_raw(*reinterpret_cast<uint4 const*>(from + n * 8 * kHiddenPitch));
   }
 }
 
@@ -139,195 +135,238 @@ __device__ inline void store_output(float const (&acc)[4][kRowTiles][4], Vec8 co
     }
 }
 
+// For decode, the output of the next pack's units, first 8 rows: loaded in place well before its use.
 template <int kRowTiles>
-__device__ inline void copy_output(Vec8 (&to)[kRowTiles][2], Vec8 const (&from)[kRowTiles][2]) {
+struct HeldOutput {
+  static constexpr int kUnits = kRowTiles == 1 ? 2 : 0;
+  Vec8 y[kUnits > 0 ? kUnits : 1][kRowTiles][2];
+};
+
+template <typename T, int kRowTiles, bool kAligned>
+__device__ inline void load_held(HeldOutput<kRowTiles>& held, Part<T> const& part, int64_t y_stride, int pack) {
 #pragma unroll
-  for (int n = 0; n < kRowTiles; ++n) to[n][0] = from[n][0], to[n][1] = from[n][1];
+  for (int p = 0; p < HeldOutput<kRowTiles>::kUnits; ++p) {
+    int const unit = p >> part.log2_pack ? part.end_unit : part.first_unit + (pack << part.log2_pack) + p;
+    load_output<T, kRowTiles, kAligned>(held.y[p], part, y_stride, unit, 0);
+  }
 }
 
-// All units and row groups of one pack whose K fits one chunk. `y` holds the first visit's output, and at the end that of
-// `next_pack`.
+// Row groups of 8 * kRowTiles rows of a tile.
+template <int kRowTiles>
+constexpr int kGroups = kRowTiles == 1 ? 2 : 4;
+
+// One pack whose K fits one chunk.
 template <typename T, int kRowTiles, bool kAligned>
-__device__ inline void expand_pack(Part<T> const& part, Affine<T> const& affine, int64_t y_stride,
-                                   WeightChunk const& weights, T const* hidden, Vec8 (&y)[kRowTiles][2], int pack,
-                                   int next_pack) {
-  int const pack_units = 1 << part.log2_pack;
-  for (int p = 0; p < pack_units; ++p) {
-    int const unit = part.first_unit + pack * pack_units + p;
-    int const next_unit = p + 1 < pack_units ? unit + 1 : part.first_unit + next_pack * pack_units;
-    for (int row = 0; row < part.row_count; row += 8 * kRowTiles) {
-      bool const more_rows = row + 8 * kRowTiles < part.row_count;
-      Vec8 y_next[kRowTiles][2];
-      load_output<T, kRowTiles, kAligned>(y_next, part, y_stride, more_rows ? unit : next_unit,
-                                          more_rows ? row + 8 * kRowTiles : 0);
+__device__ inline void expand_pack(Part<T> const& part, Affine<T> const& affine, int64_t y_stride, WeightChunk const& weights,
+                                   HeldOutput<kRowTiles> const& held, T const* hidden, int pack) {
+  constexpr int kHeldGroups = HeldOutput<kRowTiles>::kUnits > 0 ? 1 : 0;
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    if (p >> part.log2_pack) continue;
+    int const unit = part.first_unit + (pack << part.log2_pack) + p;
+    Vec8 y[kGroups<kRowTiles>][kRowTiles][2];
+#pragma unroll
+    for (int group = kHeldGroups; group < kGroups<kRowTiles>; ++group)
+      load_output<T, kRowTiles, kAligned>(y[group], part, y_stride, unit, group * 8 * kRowTiles);
+#pragma unroll
+    for (int group = 0; group < kGroups<kRowTiles>; ++group) {
+      int const row = group * 8 * kRowTiles;
+      if (row >= part.row_count) continue;
       float acc[4][kRowTiles][4] = {};
       Vec8 rows[kRowTiles];
       load_hidden<T, kRowTiles>(rows, hidden, part, row, 0, p);
       multiply<T, kRowTiles>(acc, weights, rows);
-      store_output<T, kRowTiles, kAligned>(acc, y, part, affine, y_stride, unit, row);
-      copy_output<kRowTiles>(y, y_next);
+      if (group < kHeldGroups) {
+        store_output<T, kRowTiles, kAligned>(acc, held.y[kHeldGroups * p], part, affine, y_stride, unit, row);
+      } else {
+        store_output<T, kRowTiles, kAligned>(acc, y[group], part, affine, y_stride, unit, row);
+      }
     }
   }
 }
 
-// lora_rank up to 32: `first` and `second` hold alternate packs.
+// lora_rank up to 32: the buffers hold alternate packs.
 template <typename T, int kRowTiles, bool kAligned>
 __device__ inline void expand_shallow(Part<T> const& part, Affine<T> const& affine, int64_t y_stride, WeightChunk& first,
-                                      WeightChunk& second, T const* hidden, Vec8 (&y)[kRowTiles][2]) {
+                                      WeightChunk& second, HeldOutput<kRowTiles>& held, T const* hidden) {
   int const packs = part.num_packs();
   for (int pack = Part<T>::first_pack(); pack < packs; pack += 2 * kExpandWarps) {
-    expand_pack<T, kRowTiles, kAligned>(part, affine, y_stride, first, hidden, y, pack, pack + kExpandWarps);
+    expand_pack<T, kRowTiles, kAligned>(part, affine, y_stride, first, held, hidden, pack);
+    load_held<T, kRowTiles, kAligned>(held, part, y_stride, pack + kExpandWarps);
     first = part.template load<kAligned>(pack + 2 * kExpandWarps, 0);
     if (pack + kExpandWarps >= packs) break;
-    expand_pack<T, kRowTiles, kAligned>(part, affine, y_stride, second, hidden, y, pack + kExpandWarps, pack + 2 * kExpandWarps);
+    expand_pack<T, kRowTiles, kAligned>(part, affine, y_stride, second, held, hidden, pack + kExpandWarps);
+    load_held<T, kRowTiles, kAligned>(held, part, y_stride, pack + 2 * kExpandWarps);
     second = part.template load<kAligned>(pack + 3 * kExpandWarps, 0);
   }
 }
 
-// lora_rank above 32: `first` and `second` hold even and odd chunks of one unit, reloaded while the other is in use.
+// lora_rank above 32: the buffers hold even and odd chunks of one unit, reloaded while the other is in use; up to 64, where
+// two chunks are all, only after the last row group.
 template <typename T, int kRowTiles, bool kAligned>
 __device__ inline void expand_deep(Part<T> const& part, Affine<T> const& affine, int64_t y_stride, WeightChunk& first,
-                                      WeightChunk& second, T const* hidden, Vec8 (&y)[kRowTiles][2]) {
+                                   WeightChunk& second, HeldOutput<kRowTiles>& held, T const* hidden) {
+  constexpr int kHeldGroups = HeldOutput<kRowTiles>::kUnits > 0 ? 1 : 0;
   int const packs = part.num_packs();
   for (int pack = Part<T>::first_pack(); pack < packs; pack += kExpandWarps) {
     int const unit = part.first_unit + pack;
-    for (int row = 0; row < part.row_count; row += 8 * kRowTiles) {
-      bool const more_rows = row + 8 * kRowTiles < part.row_count;
-      int const next_pack = more_rows ? pack : pack + kExpandWarps;
-      Vec8 y_next[kRowTiles][2];
-      load_output<T, kRowTiles, kAligned>(y_next, part, y_stride, part.first_unit + next_pack,
-                                          more_rows ? row + 8 * kRowTiles : 0);
+    Vec8 y[kGroups<kRowTiles>][kRowTiles][2];
+#pragma unroll
+    for (int group = kHeldGroups; group < kGroups<kRowTiles>; ++group)
+      load_output<T, kRowTiles, kAligned>(y[group], part, y_stride, unit, group * 8 * kRowTiles);
+#pragma unroll
+    for (int group = 0; group < kGroups<kRowTiles>; ++group) {
+      int const row = group * 8 * kRowTiles;
+      if (row >= part.row_count) continue;
+      bool const last_group = row + 8 * kRowTiles >= part.row_count;
+      bool const reload = part.chunks > 2 || last_group;
       float acc[4][kRowTiles][4] = {};
       for (int chunk = 0; chunk < part.chunks; chunk += 2) {
         bool const last = chunk + 2 >= part.chunks;
-        int const from_pack = last ? next_pack : pack;
+        int const from_pack = last && last_group ? pack + kExpandWarps : pack;
         int const from_chunk = last ? 0 : chunk + 2;
         Vec8 rows[kRowTiles];
         load_hidden<T, kRowTiles>(rows, hidden, part, row, chunk, 0);
         multiply<T, kRowTiles>(acc, first, rows);
-        first = part.template load<kAligned>(from_pack, from_chunk);
+        if (reload) first = part.template load<kAligned>(from_pack, from_chunk);
         if (chunk + 1 < part.chunks) {
           load_hidden<T, kRowTiles>(rows, hidden, part, row, chunk + 1, 0);
           multiply<T, kRowTiles>(acc, second, rows);
         }
-        second = part.template load<kAligned>(from_pack, from_chunk + 1);
+        if (reload) second = part.template load<kAligned>(from_pack, from_chunk + 1);
       }
-      store_output<T, kRowTiles, kAligned>(acc, y, part, affine, y_stride, unit, row);
-      copy_output<kRowTiles>(y, y_next);
+      if (group < kHeldGroups) {
+        store_output<T, kRowTiles, kAligned>(acc, held.y[0], part, affine, y_stride, unit, row);
+        load_held<T, kRowTiles, kAligned>(held, part, y_stride, pack + kExpandWarps);
+      } else {
+        store_output<T, kRowTiles, kAligned>(acc, y[group], part, affine, y_stride, unit, row);
+      }
     }
   }
 }
 
 template <typename T, int kRowTiles, bool kAligned>
 __device__ inline void expand_part(Part<T> const& part, Affine<T> const& affine, HiddenSource const& source,
-                                   int64_t y_stride, WeightChunk& first, WeightChunk& second, T* hidden) {
-  Vec8 y[kRowTiles][2];
-  int const first_unit = part.first_unit + (Part<T>::first_pack() << part.log2_pack);
-  load_output<T, kRowTiles, kAligned>(y, part, y_stride, first_unit, 0);
+                                   int64_t y_stride, T* hidden, bool& must_wait) {
+  bool const deep = part.chunks > 1;
+  int const pack = Part<T>::first_pack();
+  WeightChunk first = part.template load<kAligned>(pack, 0);
+  WeightChunk second = part.template load<kAligned>(deep ? pack : pack + kExpandWarps, deep ? 1 : 0);
+  if (must_wait) wait_for_previous();
+  must_wait = false;
+  HeldOutput<kRowTiles> held;
+  load_held<T, kRowTiles, kAligned>(held, part, y_stride, pack);
   __syncthreads();  // the part before has been read
   gather_hidden(hidden, source, part, round_up(part.row_count, 8 * kRowTiles));
   __syncthreads();
-  if (part.chunks == 1) {
-    expand_shallow<T, kRowTiles, kAligned>(part, affine, y_stride, first, second, hidden, y);
+  if (deep) {
+    expand_deep<T, kRowTiles, kAligned>(part, affine, y_stride, first, second, held, hidden);
   } else {
-    expand_deep<T, kRowTiles, kAligned>(part, affine, y_stride, first, second, hidden, y);
+    expand_shallow<T, kRowTiles, kAligned>(part, affine, y_stride, first, second, held, hidden);
   }
 }
 
-// Units first_unit .. of the group's slices together; `start` is the slice's first.
+// A share of a tile cut into items: units [first_unit, end_unit) of the group's slices together.
+struct ExpandItem {
+  int4 tile;  // row_start, row_count, slot, share | shares << 16
+  TableRecord record;  // of the slice that first_unit lies in
+  int slice;
+  int first_unit;
+  int end_unit;
+};
+
+// How all shares are cut.
+struct Cut {
+  int units;          // of the group
+  int items_a_share;  // the same for every share
+};
+
+__device__ inline Cut make_cut(ExpandParams const& params, int num_shares) {
+  int const units = params.unit_end[params.tables.slices - 1];
+  int const busy = (units + kItemUnits - 1) / kItemUnits;
+  int const spread = min((units + kMinItemUnits - 1) / kMinItemUnits, static_cast<int>(gridDim.x) / max(num_shares, 1));
+  return {units, max(busy, spread)};
+}
+
+// `tile` has been loaded for the item; its record is loaded here.
+__device__ inline ExpandItem make_item(ExpandParams const& params, Cut const& cut, int4 tile, int index) {
+  ExpandItem item;
+  item.tile = tile;
+  int const shares = tile.w >> 16;
+  int64_t const piece = static_cast<int64_t>(tile.w & 0xffff) * cut.items_a_share + index % cut.items_a_share;
+  int const pieces = shares * cut.items_a_share;
+  item.first_unit = static_cast<int>(cut.units * piece / pieces);
+  item.end_unit = static_cast<int>(cut.units * (piece + 1) / pieces);
+  item.slice = 0;
+  while (item.slice + 1 < params.tables.slices && params.unit_end[item.slice] <= item.first_unit) ++item.slice;
+  item.record = load_record(params.tables, item.slice, tile.z);
+  return item;
+}
+
 template <typename T>
-__device__ inline Part<T> make_part(ExpandParams const& params, TableRecord const& record, int4 tile, int slice, int start,
-                                    int first_unit, int end_unit) {
+__device__ inline Part<T> make_part(ExpandParams const& params, ExpandItem const& item) {
+  int const start = item.slice > 0 ? params.unit_end[item.slice - 1] : 0;
   Part<T> part;
-  part.row_count = tile.y;
-  part.lora_rank = record.lora_rank;
-  part.width = params.widths[slice];
-  part.first_unit = max(first_unit, start) - start;
-  part.end_unit = min(end_unit, params.unit_end[slice]) - start;
-  part.chunks = (record.lora_rank + kChunk - 1) / kChunk;
-  part.log2_pack = record.lora_rank <= 8 ? 2 : record.lora_rank <= 16 ? 1 : 0;
-  part.pitch = round_up(record.lora_rank, kRowAlignment);
-  part.scale = record.scale;
-  part.b = static_cast<T const*>(params.tables.arena) + record.b_offset + Part<T>::lane_column() * part.pitch + part.lane_k();
-  part.y = static_cast<T*>(params.y) + (tile.x + static_cast<int>(threadIdx.x) % 4 * 2) * params.y_stride +
-           params.columns[slice] + Part<T>::lane_column();
+  part.row_count = item.tile.y;
+  part.lora_rank = item.record.lora_rank;
+  part.width = params.widths[item.slice];
+  part.first_unit = item.first_unit - start;
+  part.end_unit = min(item.end_unit, params.unit_end[item.slice]) - start;
+  part.chunks = (part.lora_rank + kChunk - 1) / kChunk;
+  part.log2_pack = part.lora_rank <= 16 ? 1 : 0;
+  part.pitch = round_up(part.lora_rank, kRowAlignment);
+  part.scale = item.record.scale;
+  part.b = static_cast<T const*>(params.tables.arena) + item.record.b_offset + Part<T>::lane_column() * part.pitch +
+           part.lane_k();
+  part.y = static_cast<T*>(params.y) + (item.tile.x + static_cast<int>(threadIdx.x) % 4 * 2) * params.y_stride +
+           params.columns[item.slice] + Part<T>::lane_column();
   return part;
 }
 
-// Units [first_unit, end_unit) of all slices together, for one tile.
-template <typename T, bool kAligned>
-__device__ inline void expand_tile(ExpandParams const& params, int4 tile, int first_unit, int end_unit, int splits, T* hidden,
-                                   bool& must_wait) {
+// The part of an item that lies in one slice.
+template <typename T, int kRowTiles, bool kAligned>
+__device__ inline void expand_slice(ExpandParams const& params, ExpandItem const& item, int splits, T* hidden,
+                                    bool& must_wait) {
+  if (item.record.lora_rank == 0) return;
   Scratch const& scratch = params.scratch;
   int const row_pitch = params.tables.slices * scratch.max_rank;
-  for (int slice = 0; slice < params.tables.slices; ++slice) {
-    int const start = slice > 0 ? params.unit_end[slice - 1] : 0;
-    if (params.unit_end[slice] <= first_unit || start >= end_unit) continue;
-    TableRecord const record = load_record(params.tables, slice, tile.z);
-    if (record.lora_rank == 0) continue;
-    Part<T> const part = make_part<T>(params, record, tile, slice, start, first_unit, end_unit);
-    Affine<T> const affine{static_cast<T const*>(params.tables.arena), record.gain_offset, record.bias_offset};
-    HiddenSource const source{scratch.v + static_cast<int64_t>(tile.x) * row_pitch + slice * scratch.max_rank, row_pitch,
-                              static_cast<int64_t>(scratch.num_rows) * row_pitch, splits};
-    bool const deep = part.chunks > 1;
-    int const pack = Part<T>::first_pack();
-    WeightChunk first = part.template load<kAligned>(pack, 0);
-    WeightChunk second = part.template load<kAligned>(deep ? pack : pack + kExpandWarps, deep ? 1 : 0);
-    if (must_wait) wait_for_previous();
-    must_wait = false;
-    if (part.row_count <= 8) {
-      expand_part<T, 1, kAligned>(part, affine, source, params.y_stride, first, second, hidden);
-    } else {
-      expand_part<T, 2, kAligned>(part, affine, source, params.y_stride, first, second, hidden);
-    }
-  }
+  Part<T> const part = make_part<T>(params, item);
+  Affine<T> const affine{static_cast<T const*>(params.tables.arena), item.record.gain_offset, item.record.bias_offset};
+  HiddenSource const source{scratch.v + static_cast<int64_t>(item.tile.x) * row_pitch + item.slice * scratch.max_rank,
+                            row_pitch, static_cast<int64_t>(scratch.num_rows) * row_pitch, splits};
+  expand_part<T, kRowTiles, kAligned>(part, affine, source, params.y_stride, hidden, must_wait);
 }
 
-// Last of `count` tiles whose cost before it is at most `cost`. All lanes of a warp search together.
-__device__ inline int find_tile(int32_t const* plan, int offset, int count, int cost) {
-  int first = 0;
-  while (count > 1) {
-    int const stride = (count + 31) / 32;
-    int const index = static_cast<int>(threadIdx.x % 32) * stride;
-    bool const fits = index < count && load_item(plan, offset, first + index).w <= cost;
-    int const step = (__popc(__ballot_sync(~0u, fits)) - 1) * stride;
-    first += step;
-    count = min(stride, count - step);
-  }
-  return first;
-}
-
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kExpandThreads, kExpandBlocksPerSm)
+// kRowTiles * 8 rows at a time: 1 for decode, 2 for prompts, whose blocks need more registers.
+template <typename T, int kRowTiles, bool kAligned>
+__global__ void __launch_bounds__(kExpandThreads, kRowTiles == 1 ? 3 : 2)
     expand_kernel(const __grid_constant__ ExpandParams params) {
   __shared__ __align__(16) T hidden[kMaxTileRows * kHiddenPitch];
   start_next();
   int32_t const* const plan = params.tables.plan;
   int const offset = __ldg(plan + kExpandOffset);
-  int const num_tiles = __ldg(plan + kNumExpandTiles);
+  int const num_shares = __ldg(plan + kNumExpandShares);
   int const num_units = __ldg(plan + kNumShrinkUnits);
-  int const tiles_cost = __ldg(plan + kExpandCost);
-  int const units = params.unit_end[params.tables.slices - 1];
-  int64_t const blocks = min(static_cast<int64_t>(gridDim.x), (static_cast<int64_t>(num_tiles) * units + 3) / 4);
-  if (blockIdx.x >= blocks) {
-    wait_for_previous();
-    return;
-  }
-  int64_t const total = static_cast<int64_t>(tiles_cost) * units;
-  int64_t const begin = total * blockIdx.x / blocks;
-  int64_t const end = total * (blockIdx.x + 1) / blocks;
-  int const splits = split_count(params.scratch, num_units, params.tables.slices, params.in_features);
+  Cut const cut = make_cut(params, num_shares);
+  int const num_items = num_shares * cut.items_a_share;
+  int const stride = gridDim.x;
+  auto const load_tile = [&](int index) {
+    return load_item(plan, offset, min(index, num_items - 1) / cut.items_a_share);
+  };
   bool must_wait = true;
-  for (int index = find_tile(plan, offset, num_tiles, static_cast<int>(begin / units)); index < num_tiles; ++index) {
-    int4 const tile = load_item(plan, offset, index);
-    int const next_cost = index + 1 < num_tiles ? load_item(plan, offset, index + 1).w : tiles_cost;
-    int64_t const tile_begin = static_cast<int64_t>(tile.w) * units;
-    int64_t const tile_end = static_cast<int64_t>(next_cost) * units;
-    int const cost = next_cost - tile.w;
-    int const first_unit = begin > tile_begin ? static_cast<int>((begin - tile_begin) / cost) : 0;
-    int const end_unit = end < tile_end ? static_cast<int>((end - tile_begin) / cost) : units;
-    if (first_unit < end_unit) expand_tile<T, kAligned>(params, tile, first_unit, end_unit, splits, hidden, must_wait);
-    if (end <= tile_end) break;
+  if (blockIdx.x < num_items) {
+    int4 tile = load_tile(blockIdx.x);
+    int const splits = split_count(params.scratch, num_units, params.tables.slices, params.in_features);
+    for (int index = blockIdx.x; index < num_items; index += stride) {
+      ExpandItem item = make_item(params, cut, tile, index);
+      tile = load_tile(index + stride);
+      expand_slice<T, kRowTiles, kAligned>(params, item, splits, hidden, must_wait);
+      while (params.unit_end[item.slice] < item.end_unit) {
+        item.first_unit = params.unit_end[item.slice++];
+        item.record = load_record(params.tables, item.slice, item.tile.z);
+        expand_slice<T, kRowTiles, kAligned>(params, item, splits, hidden, must_wait);
+      }
+    }
   }
   if (must_wait) wait_for_previous();
 }
@@ -336,8 +375,10 @@ template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config) {
   bool aligned = params.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.y) % 16 == 0;
   for (int slice = 0; slice < params.tables.slices; ++slice) aligned = aligned && params.widths[slice] % 8 == 0;
-  auto* const kernel = aligned ? expand_kernel<T, true> : expand_kernel<T, false>;
-  return launch(kernel, config.num_sms * kExpandBlocksPerSm, kExpandThreads, params, config);
+  bool const tall = params.scratch.num_rows > kMaxDecodeRows;
+  auto* const kernel = tall ? (aligned ? expand_kernel<T, 2, true> : expand_kernel<T, 2, false>)
+                            : (aligned ? expand_kernel<T, 1, true> : expand_kernel<T, 1, false>);
+  return launch(kernel, config.num_sms * expand_blocks_per_sm(params.scratch.num_rows), kExpandThreads, params, config);
 }
 
 }  // namespace punica

@@ -162,7 +162,7 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kShrinkThreads, kShrinkBlocksPerSm) shrink_kernel(const __grid_constant__ ShrinkParams params) {
+__global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_constant__ ShrinkParams params) {
   __shared__ float buffer[kShrinkFloats];
   start_next();
   bool must_wait = true;
@@ -199,7 +199,7 @@ template <typename T>
 cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config) {
   bool const aligned = params.in_features % 8 == 0 && params.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
   auto* const kernel = aligned ? shrink_kernel<T, true> : shrink_kernel<T, false>;
-  return launch(kernel, config.num_sms * kShrinkBlocksPerSm, kShrinkThreads, params, config);
+  return launch(kernel, params.scratch.num_blocks, kShrinkThreads, params, config);
 }
 
 }  // namespace punica

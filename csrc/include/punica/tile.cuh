@@ -8,45 +8,47 @@
 
 namespace punica {
 
+// Conversions between fp32 and pairs of 16-bit elements in a word.
 template <typename T>
 struct Convert;
 
 template <>
 struct Convert<__nv_bfloat16> {
   static __device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-  static __device__ __nv_bfloat16 from_float(float value) { return __float2bfloat16_rn(value); }
+  static __device__ float low(uint32_t word) { return __uint_as_float(word << 16); }
+  static __device__ float high(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+  static __device__ uint32_t pack(float low, float high) {
+    __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(pair);
+  }
 };
 
 template <>
 struct Convert<__half> {
   static __device__ float to_float(__half value) { return __half2float(value); }
-  static __device__ __half from_float(float value) { return __float2half_rn(value); }
+  static __device__ float low(uint32_t word) { return __half2float(__ushort_as_half(word & 0xffffu)); }
+  static __device__ float high(uint32_t word) { return __half2float(__ushort_as_half(word >> 16)); }
+  static __device__ uint32_t pack(float low, float high) {
+    __half2 const pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(pair);
+  }
 };
 
-// Eight 16-bit elements.
-union Vec8 {
-  uint4 raw;
+// Eight 16-bit elements, kept as words: single elements would make the compiler take registers apart, and a register that is
+// taken apart waits for its load.
+struct Vec8 {
   uint32_t word[4];
-  uint16_t element[8];
 };
 
-__device__ inline Vec8 zero8() {
-  Vec8 out;
-  out.raw = make_uint4(0, 0, 0, 0);
-  return out;
-}
+__device__ inline Vec8 zero8() { return {{0, 0, 0, 0}}; }
+
+__device__ inline Vec8 from_raw(uint4 raw) { return {{raw.x, raw.y, raw.z, raw.w}}; }
+
+__device__ inline uint4 to_raw(Vec8 const& vec) { return make_uint4(vec.word[0], vec.word[1], vec.word[2], vec.word[3]); }
 
 template <typename T>
 __device__ inline float get(Vec8 const& vec, int index) {
-  T value;
-  memcpy(&value, &vec.element[index], sizeof(T));
-  return Convert<T>::to_float(value);
-}
-
-template <typename T>
-__device__ inline void set(Vec8& vec, int index, float value) {
-  T const rounded = Convert<T>::from_float(value);
-  memcpy(&vec.element[index], &rounded, sizeof(T));
+  return index % 2 ? Convert<T>::high(vec.word[index / 2]) : Convert<T>::low(vec.word[index / 2]);
 }
 
 // Loads of data that is constant while kernels run (weights) may use L1; data that an earlier kernel writes must not: with
@@ -70,11 +72,11 @@ template <Source kSource, bool kAligned, typename T>
 __device__ inline Vec8 load8(T const* pointer, int valid) {
   Vec8 out = zero8();
   if constexpr (kAligned) {
-    if (valid > 0) out.raw = load16<kSource>(pointer);
+    if (valid > 0) out = from_raw(load16<kSource>(pointer));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (i < valid) out.element[i] = load2<kSource>(pointer + i);
+      if (i < valid) out.word[i / 2] |= static_cast<uint32_t>(load2<kSource>(pointer + i)) << (i % 2 * 16);
   }
   return out;
 }
@@ -82,8 +84,10 @@ __device__ inline Vec8 load8(T const* pointer, int valid) {
 // Zeroes the elements from `valid` on.
 __device__ inline void keep_first(Vec8& vec, int valid) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (i >= valid) vec.element[i] = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (2 * i >= valid) vec.word[i] = 0;
+    if (2 * i + 1 == valid) vec.word[i] &= 0xffffu;
+  }
 }
 
 // d[16 x 8] += a[16 x 16] * b[16 x 8], fp32 accumulation. Lane l = 4 g + q holds: a words (row g, k 2q..), (row g+8, k 2q..),
