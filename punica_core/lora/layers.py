@@ -122,7 +122,9 @@ class FusedProjection:
         """Slice `index` of the product with x; every slice is handed out once per product."""
         if x is not self._input or self._slices[index] is None:
             self._input = x
-            self._slices = list(self.linear(x).split(self.linear.group.out_features, dim=-1))
+            # forward and split_with_sizes: the wrappers around them would cost as much as a small product.
+            product = self.linear.forward(x)
+            self._slices = list(product.split_with_sizes(self.linear.group.out_features, dim=-1))
         taken = self._slices[index]
         assert taken is not None
         self._slices[index] = None

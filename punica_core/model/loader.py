@@ -18,6 +18,7 @@ from punica_core.errors import ConfigError
 from punica_core.lora.layers import LinearGroup, LoRAContext
 from punica_core.model import attention
 from punica_core.model.fusing import install_lora, replace_head
+from punica_core.model.norms import fuse_norms
 from punica_core.model.probe import probe_attention, reference_logits
 from punica_core.model.shapes import KVShape, decoder_layers_path, module_shapes, parameter_bytes
 from punica_core.model.support import check_supported, max_model_len
@@ -86,6 +87,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
     context = LoRAContext()
     groups = install_lora(model, layers_path, context)
     replace_head(model)
+    fuse_norms(model)
     model.set_attn_implementation(attention.ATTENTION_NAME)
     kv_shape = probe_attention(model, hf_config, expected)
     return LoadedModel(
