@@ -169,7 +169,9 @@ def _build(channel: Channel, config: EngineConfig) -> tuple[Engine, EngineLayout
     channel.send(protocol.Progress("importing torch", 0.0))
     from punica_core.engine.build import build_engine  # imports torch: after the first sign of life
 
-    return build_engine(config, lambda what, fraction: channel.send(protocol.Progress(what, fraction)), channel.wake.set)
+    return build_engine(
+        config, lambda what, fraction: channel.send(protocol.Progress(what, fraction)), channel.wake.set
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
