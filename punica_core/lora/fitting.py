@@ -74,9 +74,8 @@ def check_placement(
 
 def _check_module(path: str, module: nn.Module, weight: LoRAWeight) -> None:
     if not is_target(module):
-        raise AdapterUnsupported(
-            f"{path!r} is a {type(module).__name__}; only plain torch.nn.Linear layers are adapted."
-        )
+        kind = type(module).__name__
+        raise AdapterUnsupported(f"{path!r} is of type {kind}; only plain torch.nn.Linear layers are adapted.")
     if "experts" in path.split("."):
         raise AdapterUnsupported(f"{path!r} is an expert's: it sees tokens in an order in which no adapter is known.")
     if (weight.in_features, weight.out_features) != (module.in_features, module.out_features):
