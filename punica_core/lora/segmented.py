@@ -94,6 +94,10 @@ class _SegmentedStep:
                 continue
             v = torch.mm(x[rows], weights.a_t)
             out = y[rows]
+            if len(group.paths) == 1:  # nothing to cut out, so two views fewer
+                part = weights.slices[0]
+                out.addmm_(v, part.b, alpha=part.scale)
+                continue
             for part in weights.slices:
                 out[:, part.outputs].addmm_(v[:, part.columns], part.b, alpha=part.scale)
 
