@@ -1,4 +1,4 @@
-"""On a GPU, in 16 bit: as exact as PEFT in the same dtype, through the compiled kernels."""
+"""In 16 bit: as exact as PEFT in the same dtype; on a GPU through the compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from tests.support.numerics import assert_as_exact_as_torch
 from tests.support.peft_adapters import tiny_llama
 from tests.support.peft_batch import left_padded, prompts, row_logits
 
-pytestmark = pytest.mark.gpu
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+targets = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.bfloat16, id="cpu-bf16"),
+        pytest.param("cuda", torch.bfloat16, id="gpu-bf16", marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, id="gpu-fp16", marks=pytest.mark.gpu),
+    ],
+)
 
 
-def half_base(dtype: torch.dtype) -> Any:
-    return tiny_llama().to("cuda", dtype)
+def half_base(device: str, dtype: torch.dtype) -> Any:
+    return tiny_llama().to(device, dtype)
 
 
 def rounded_base(dtype: torch.dtype) -> Any:
@@ -29,33 +35,35 @@ def rounded_base(dtype: torch.dtype) -> Any:
 
 
 def assert_as_exact_as_peft(
-    got: list[Tensor], folders: list[Path], lora_indices: list[int], rows: list[Tensor], dtype: torch.dtype
+    got: list[Tensor], folders: list[Path], lora_indices: list[int], rows: list[Tensor], device: str, dtype: torch.dtype
 ) -> None:
     """got: [L, V] logits of each row. All rows count as one result: a row alone has too few numbers to judge by."""
     exact = row_logits(folders, lora_indices, rows, lambda: rounded_base(dtype))
-    peft = row_logits(folders, lora_indices, rows, lambda: half_base(dtype))
+    peft = row_logits(folders, lora_indices, rows, lambda: half_base(device, dtype))
     assert_as_exact_as_torch(torch.cat(got).cpu(), torch.cat(exact), torch.cat(peft).cpu())
 
 
-@dtypes
-def test_forward_is_as_exact_as_peft(folders: list[Path], dtype: torch.dtype) -> None:
+@targets
+def test_forward_is_as_exact_as_peft(folders: list[Path], device: str, dtype: torch.dtype) -> None:
     rows = prompts([33] * 6)
-    with BatchLoRA(half_base(dtype), folders) as m:
-        ids = torch.stack(rows).cuda()
+    with BatchLoRA(half_base(device, dtype), folders) as m:
+        ids = torch.stack(rows).to(device)
         got = list(m(ids, lora_indices=LORA_INDICES).logits)
         wrong = list(m(ids, lora_indices=LORA_INDICES[::-1]).logits)
-    assert_as_exact_as_peft(got, folders, LORA_INDICES, rows, dtype)
+    assert_as_exact_as_peft(got, folders, LORA_INDICES, rows, device, dtype)
     with pytest.raises(AssertionError):
-        assert_as_exact_as_peft(wrong, folders, LORA_INDICES, rows, dtype)
+        assert_as_exact_as_peft(wrong, folders, LORA_INDICES, rows, device, dtype)
 
 
-@dtypes
+@targets
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_generate_decodes_as_exactly_as_peft(folders: list[Path], dtype: torch.dtype, num_beams: int) -> None:
+def test_generate_decodes_as_exactly_as_peft(
+    folders: list[Path], device: str, dtype: torch.dtype, num_beams: int
+) -> None:
     """The logits of each decode step are those of the whole sequence: a near tie may fall either way in 16 bit."""
     prompt = prompts([4, 9, 7, 2, 9, 5], seed=3)
-    ids, mask = (tensor.cuda() for tensor in left_padded(prompt))
-    with BatchLoRA(half_base(dtype), folders) as m:
+    ids, mask = (tensor.to(device) for tensor in left_padded(prompt))
+    with BatchLoRA(half_base(device, dtype), folders) as m:
         output = m.generate(
             ids,
             attention_mask=mask,
@@ -84,7 +92,7 @@ def test_generate_decodes_as_exactly_as_peft(folders: list[Path], dtype: torch.d
             got.append(steps[source, step][None])
             wanted.append((row, length + step - 1))
     exact = row_logits(folders, indices, rows, lambda: rounded_base(dtype))
-    peft = row_logits(folders, indices, rows, lambda: half_base(dtype))
+    peft = row_logits(folders, indices, rows, lambda: half_base(device, dtype))
     assert_as_exact_as_torch(
         torch.cat(got).cpu(),
         torch.stack([exact[row][place] for row, place in wanted]),
@@ -92,7 +100,8 @@ def test_generate_decodes_as_exactly_as_peft(folders: list[Path], dtype: torch.d
     )
 
 
-def test_rows_without_adapter_have_the_bits_of_the_base(folders: list[Path]) -> None:
+@pytest.mark.gpu
+def test_rows_without_adapter_have_the_bits_of_the_base() -> None:
     layer = torch.nn.Linear(512, 384, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(5, 7, 512, device="cuda", dtype=torch.bfloat16)
     weight = LoRAWeight(torch.randn(8, 512), torch.randn(384, 8))
@@ -104,9 +113,10 @@ def test_rows_without_adapter_have_the_bits_of_the_base(folders: list[Path]) -> 
     assert not torch.equal(got[1::2], base[1::2])
 
 
+@pytest.mark.gpu
 def test_compiled_decoding_gives_the_same_logits(folders: list[Path]) -> None:
     """Inductor, with all adapters in one graph and a change of the mix without a new one."""
-    model = half_base(torch.bfloat16)
+    model = half_base("cuda", torch.bfloat16)
     ids = torch.stack(prompts([1] * 6)).cuda()
     with BatchLoRA(model, folders) as m:
         mixes = [LORA_INDICES, LORA_INDICES[::-1], [3] * 6]
@@ -120,6 +130,7 @@ def test_compiled_decoding_gives_the_same_logits(folders: list[Path]) -> None:
         assert_as_exact_as_torch(got.flatten(0, 1).cpu(), want, same.flatten(0, 1).cpu())
 
 
+@pytest.mark.gpu
 def test_a_model_in_float32_is_refused() -> None:
     with pytest.raises(ValueError, match=r"is in torch\.float32; on a GPU"):
         BatchLoRA(tiny_llama().cuda(), [])

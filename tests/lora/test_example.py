@@ -1,0 +1,24 @@
+"""The example's five answers are PEFT's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.batch_lora import ADAPTERS, PROMPTS, answer_all
+from tests.support.demo import demo_model, peft_answers
+from tests.support.peft_adapters import peft_warnings_ignored
+
+
+@pytest.mark.slow
+def test_one_call_gives_the_answers_of_five_models() -> None:
+    model_dir = demo_model()
+    got = answer_all(model_dir, max_tokens=40)
+    with peft_warnings_ignored():
+        want = {
+            name: peft_answers(
+                model_dir, None if name == "base" else ADAPTERS / name, [[{"role": "user", "content": prompt}]], 40
+            )[0].text
+            for name, prompt in PROMPTS.items()
+        }
+    assert got == want
+    assert len(set(got.values())) == len(got)
