@@ -15,7 +15,7 @@ from punica_core import ops
 from punica_core.bench.popularity import request_counts
 from punica_core.lora.segments import SegmentPlan
 from punica_core.lora.tables import AdapterTables, write_rank_and_scale
-from punica_core.ops.layout import Field, row_pitch
+from punica_core.ops.layout import Field, row_pitch, scratch_elements
 
 COLD_BYTES: Final = 256 << 20
 """Weights that the calls of one graph rotate through: several times the L2 cache of any GPU so far."""
@@ -115,8 +115,7 @@ def random_arena(num_elements: int, dtype: torch.dtype, device: torch.device | s
 
 def scratch_for(step: Step, slices: int, device: torch.device | str) -> Tensor:
     """Scratch that lets a small batch use the whole GPU."""
-    rows = max(16 * min(step.num_rows, 256), step.num_rows)
-    return torch.empty(rows * slices * row_pitch(max(step.ranks)), device=device)
+    return torch.empty(scratch_elements(step.num_rows, slices, row_pitch(max(step.ranks))), device=device)
 
 
 class GroupCase:

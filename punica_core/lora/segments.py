@@ -25,11 +25,14 @@ from punica_core.ops.layout import (
 Int32Array = npt.NDArray[np.int32]
 
 _SHORT_ROWS = 8
-"""Segments of at most this many rows go through the one-column tile of the kernels."""
 _MIDDLE_ROWS = 16
 _TALL_ROWS = 64
-_SHRINK_MIDDLE_LIMIT = 128
-_EXPAND_MIDDLE_LIMIT = 256
+_SHORT_SEGMENT = 32
+"""Rows of the longest segment that is cut into short tiles."""
+_TALL_SEGMENT = 128
+"""Rows of the longest segment of a decode step that is cut into middle tiles."""
+_MAX_DECODE_ROWS = 256
+"""Steps of more rows take the kernels for prompts."""
 _NUM_STAGING = 4
 
 
@@ -57,15 +60,15 @@ class _Runs:
 
 
 def _heights(lengths: Int32Array, middle_limit: int) -> Int32Array:
-    """Rows of a tile of a segment: short up to 8 rows, middle up to the limit, else tall."""
+    """Rows of the tiles of each segment."""
     return np.where(
-        lengths <= _SHORT_ROWS, _SHORT_ROWS, np.where(lengths <= middle_limit, _MIDDLE_ROWS, _TALL_ROWS)
+        lengths <= _SHORT_SEGMENT, _SHORT_ROWS, np.where(lengths <= middle_limit, _MIDDLE_ROWS, _TALL_ROWS)
     ).astype(np.int32)
 
 
 def _shares(tiles: _Runs) -> Int32Array:
     """Shares of each tile: one for every EXPAND_SHARE_BYTES that an output column of it moves."""
-    cost = (((tiles.ranks + 7) & -8) << 1) + (tiles.lengths << 2)
+    cost = (((tiles.ranks + 7) & -8) << 1) + (np.minimum(tiles.lengths, _MIDDLE_ROWS) << 2)
     return (cost + (EXPAND_SHARE_BYTES - 1)) // EXPAND_SHARE_BYTES
 
 
@@ -190,21 +193,20 @@ class SegmentPlan:
         num_shares = num_units = 0
         shrink_offset = expand_offset
         if self.num_adapter_rows:
-            expand_tiles = shrink_tiles = runs
+            tiles = runs
             chunk = np.full(len(runs.starts), SHRINK_CHUNK_SHORT, np.int32)
             if int(runs.lengths.max()) > _SHORT_ROWS:
-                expand_tiles = runs.cut(_heights(runs.lengths, _EXPAND_MIDDLE_LIMIT))
-                heights = _heights(runs.lengths, _SHRINK_MIDDLE_LIMIT)
-                shrink_tiles = runs.cut(heights)
+                heights = _heights(runs.lengths, _MIDDLE_ROWS if self.num_rows > _MAX_DECODE_ROWS else _TALL_SEGMENT)
+                tiles = runs.cut(heights)
                 chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
                 chunk = chunk.repeat(-(-runs.lengths // heights))
-            chunks = -(-shrink_tiles.ranks // chunk)
-            shares = _shares(expand_tiles)
+            chunks = -(-tiles.ranks // chunk)
+            shares = _shares(tiles)
             num_shares, num_units = int(shares.sum()), int(chunks.sum())
             shrink_offset = expand_offset + num_shares * ITEM_WORDS
             items = array[expand_offset : shrink_offset + num_units * ITEM_WORDS].reshape(-1, ITEM_WORDS)
-            _write_expand_shares(items[:num_shares], expand_tiles, shares)
-            _write_shrink_units(items[num_shares:], shrink_tiles, chunk, chunks)
+            _write_expand_shares(items[:num_shares], tiles, shares)
+            _write_shrink_units(items[num_shares:], tiles, chunk, chunks)
         array[: len(Header)] = (
             self.num_segments,
             self.num_rows,

@@ -31,7 +31,7 @@ def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor
     defined afterwards.
 
     Args:
-        v: fp32 ``[numel]``, numel >= T*slices*max_rank; 16 times that lets a small batch use the whole GPU.
+        v: fp32 ``[numel]``, numel >= T*slices*max_rank; ``layout.scratch_elements`` says how much is best.
         x: ``[T, I]``, rows contiguous, dtype of the arena.
         arena: 1-D, bf16 or fp16 (CPU also fp32).
         table: int64 ``[slices, N, 6]``.

@@ -51,8 +51,8 @@ class Header(IntEnum):
     """Words of a plan's header.
 
     A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
-    Expand share: row_start, row_count, slot, share | shares << 16: a tile that moves more bytes a column has more shares
-    of its columns. Offsets count words from the start of the plan.
+    Expand share: row_start, row_count, slot, share | shares << 16: a tile that moves more bytes a column has
+    more shares of its columns. Offsets count words from the start of the plan.
     """
 
     NUM_SEGMENTS = 0
@@ -63,6 +63,14 @@ class Header(IntEnum):
     SHRINK_OFFSET = 5
     NUM_EXPAND_SHARES = 6
     EXPAND_OFFSET = 7
+
+
+def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:
+    """Floats of scratch ``v`` that serve steps of up to ``max_rows`` rows at full speed.
+
+    A step of few rows splits its sums up to 16 ways to use the whole GPU; from 1024 rows on its rows give enough work.
+    """
+    return max(16 * min(max_rows, 1024), max_rows) * slices * max_rank
 
 
 def row_pitch(width: int) -> int:

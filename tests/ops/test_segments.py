@@ -48,9 +48,9 @@ def test_every_adapted_row_and_rank_is_covered_exactly_once(runs: list[tuple[int
 
 def test_short_segments_get_short_rank_chunks_and_tall_ones_tall() -> None:
     plan = SegmentPlan(64, max_rank=64)
-    plan.set_segments(np.asarray([0, 8, 17], np.int32), np.asarray([3, 3], np.int32), SLOT_RANK)
+    plan.set_segments(np.asarray([0, 8, 41], np.int32), np.asarray([3, 3], np.int32), SLOT_RANK)
     units = items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET)
-    assert [(int(n), int(w >> 16)) for _, n, _, w in units] == [(8, 16)] * 4 + [(9, 32)] * 2
+    assert [(int(n), int(w >> 16)) for _, n, _, w in units] == [(8, 16)] * 4 + [(16, 32), (16, 32)] * 2 + [(1, 32)] * 2
 
 
 def test_rows_become_segments_of_equal_neighbours() -> None:

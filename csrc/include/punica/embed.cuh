@@ -13,10 +13,9 @@ __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const __grid_const
   start_next();
   wait_for_previous();
   Tables const& tables = params.tables;
-  int const num_tiles = __ldg(tables.plan + kNumExpandShares);
-  int const offset = __ldg(tables.plan + kExpandOffset);
-  for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-    int4 const tile = load_item(tables.plan, offset, index);
+  WorkList const work = load_work_list(tables.plan);
+  for (int index = blockIdx.x; index < work.num_shares; index += gridDim.x) {
+    int4 const tile = load_item(tables.plan, work.shares_offset, index);
     if ((tile.w & 0xffff) != 0) continue;  // once a tile
     TableRecord const record = load_record(tables, 0, tile.z);
     T const* const a = static_cast<T const*>(tables.arena) + record.a_offset;

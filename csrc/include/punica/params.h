@@ -13,6 +13,7 @@ constexpr int kMaxSlices = 4;
 constexpr int kRowAlignment = 8;       // elements: B rows and every matrix start on 16 bytes
 constexpr int kShrinkChunkShort = 16;  // lora_rank columns of a shrink unit of a segment of at most 8 rows
 constexpr int kMaxRank = 256;
+constexpr int kMaxFewRows = 64;      // steps of more rows stream enough weights to fill every block
 constexpr int kMaxDecodeRows = 256;  // steps of more rows are mostly prompts
 constexpr int kMaxTileRows = 64;
 constexpr int kWarpColumns = 64;       // output columns of a warp's tile
@@ -41,9 +42,8 @@ enum PlanHeader : int {
   kExpandOffset = 7,
 };
 
-// Blocks a multiprocessor. Steps of few rows leave room for the next kernel's blocks, which then prepare while this one runs.
+// Blocks a multiprocessor. Steps of very few rows leave room for the next kernel's blocks, which then prepare while this one runs.
 inline int shrink_blocks_per_sm(int num_rows) { return num_rows <= 16 ? 1 : 2; }
-inline int expand_blocks_per_sm(int num_rows) { return num_rows <= kMaxDecodeRows ? (num_rows <= 16 ? 2 : 3) : 2; }
 
 // What all kernels share.
 struct Tables {

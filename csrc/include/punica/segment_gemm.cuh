@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocksPerSm) segment_gemm_k
   start_next();
   wait_for_previous();
   int32_t const* const plan = params.tables.plan;
-  int const offset = __ldg(plan + kExpandOffset);
+  WorkList const work = load_work_list(plan);
   int const num_columns = (params.out_features + kGemmColumns - 1) / kGemmColumns;
-  int const num_items = __ldg(plan + kNumExpandShares) * num_columns;
+  int const num_items = work.num_shares * num_columns;
   int const chunks = (params.in_features + kChunk - 1) / kChunk;
   for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
-    int4 const tile = load_item(plan, offset, index / num_columns);
+    int4 const tile = load_item(plan, work.shares_offset, index / num_columns);
     if ((tile.w & 0xffff) != 0) continue;  // once a tile
     TableRecord const record = load_record(params.tables, 0, tile.z);
     if (record.lora_rank == 0) continue;

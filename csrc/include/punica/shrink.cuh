@@ -167,15 +167,14 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_
   start_next();
   bool must_wait = true;
   Tables const& tables = params.tables;
-  int const num_units = __ldg(tables.plan + kNumShrinkUnits);
-  int const offset = __ldg(tables.plan + kShrinkOffset);
-  int const splits = split_count(params.scratch, num_units, tables.slices, params.in_features);
+  WorkList const work = load_work_list(tables.plan);
+  int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
   int const steps = (params.in_features + kStepColumns - 1) / kStepColumns;
-  for (int index = blockIdx.x; index < num_units * tables.slices * splits; index += gridDim.x) {
+  for (int index = blockIdx.x; index < work.num_units * tables.slices * splits; index += gridDim.x) {
     ShrinkItem item;
     item.split = index % splits;
     item.slice = index / splits % tables.slices;
-    int4 const unit = load_item(tables.plan, offset, index / splits / tables.slices);
+    int4 const unit = load_item(tables.plan, work.units_offset, index / splits / tables.slices);
     TableRecord const record = load_record(tables, item.slice, unit.z);
     item.row_start = unit.x;
     item.row_count = unit.y;

@@ -131,17 +131,44 @@ __device__ inline void start_next() {
 #endif
 }
 
+// Plan and tables are read by every layer, between base products that stream more weights than the L2 cache holds: ask it to
+// keep them.
+__device__ inline int4 load_metadata(int4 const* pointer) {
+  int4 out;
+  asm("{\n"
+      "  .reg .b64 keep;\n"
+      "  createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n"
+      "  ld.global.nc.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], keep;\n"
+      "}"
+      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+      : "l"(pointer));
+  return out;
+}
+
+// Words kNumShrinkUnits .. kExpandOffset of a plan.
+struct WorkList {
+  int num_units;
+  int units_offset;
+  int num_shares;
+  int shares_offset;
+};
+
+__device__ inline WorkList load_work_list(int32_t const* plan) {
+  int4 const words = load_metadata(reinterpret_cast<int4 const*>(plan + kNumShrinkUnits));
+  return {words.x, words.y, words.z, words.w};
+}
+
 __device__ inline TableRecord load_record(Tables const& tables, int slice, int slot) {
   auto const* words = reinterpret_cast<int4 const*>(tables.table + static_cast<int64_t>(slice) * tables.num_slots + slot);
   TableRecord record;
   auto* out = reinterpret_cast<int4*>(&record);
 #pragma unroll
-  for (int i = 0; i < 3; ++i) out[i] = __ldg(words + i);
+  for (int i = 0; i < 3; ++i) out[i] = load_metadata(words + i);
   return record;
 }
 
 __device__ inline int4 load_item(int32_t const* plan, int offset, int index) {
-  return __ldg(reinterpret_cast<int4 const*>(plan + offset) + index);
+  return load_metadata(reinterpret_cast<int4 const*>(plan + offset) + index);
 }
 
 constexpr int kMaxSplits = 16;
