@@ -125,6 +125,7 @@ class GroupCase:
         size = adapter_bytes(group, step.ranks)
         self.num_sets = max(1, min(512, -(-COLD_BYTES // size)))
         self.group = group
+        self.step = step
         self.max_rank = row_pitch(max(step.ranks))
         elements = sum(
             (row_pitch(rank * group.in_features) + width * row_pitch(rank))
@@ -150,34 +151,6 @@ class GroupCase:
             self.group.out_features,
             self.max_rank,
         )
-
-    def loop(self, index: int) -> None:
-        """The same by two cuBLAS calls an adapter and slice."""
-        table = self.adapters.tables[index % self.num_sets]
-        for rows, a, b, columns in self._matrices(table, index):
-            self.y[rows, columns].addmm_(self.x[rows] @ a.T, b.T, alpha=0.01)
-
-    def _matrices(self, table: Tensor, index: int) -> list[tuple[slice, Tensor, Tensor, slice]]:
-        key = index % self.num_sets
-        cache: dict[int, list[tuple[slice, Tensor, Tensor, slice]]] = self.__dict__.setdefault("_cache", {})
-        if key not in cache:
-            cache[key] = self._read_matrices(table)
-        return cache[key]
-
-    def _read_matrices(self, table: Tensor) -> list[tuple[slice, Tensor, Tensor, slice]]:
-        from punica_core.ops.reference import read_record, segments
-
-        host, out = table.cpu(), []
-        for rows, slot in segments(self.plan.plan.cpu()):
-            column = 0
-            for index, width in enumerate(self.group.out_features):
-                record = read_record(host, index, slot)
-                a = self.adapters.arena[record.a_offset :][: record.lora_rank * self.group.in_features]
-                pitch = row_pitch(record.lora_rank)
-                b = self.adapters.arena[record.b_offset :][: width * pitch].view(width, pitch)[:, : record.lora_rank]
-                out.append((rows, a.view(record.lora_rank, -1), b, slice(column, column + width)))
-                column += width
-        return out
 
 
 def time_graph_us(call: Callable[[int], None], calls: int, *, replays: int = 11) -> float:

@@ -76,6 +76,14 @@ class ModelCase:
                 self._shrink(layer, index)
                 self._expand(layer, index)
 
+    def early(self) -> None:
+        """Shrink, base product, expand, one after another."""
+        for layer in range(self.num_layers):
+            for index in range(len(self.groups)):
+                self._shrink(layer, index)
+                self._product(layer, index)
+                self._expand(layer, index)
+
     def forked(self) -> None:
         """Shrink beside the base product, then expand."""
         main = torch.cuda.current_stream()

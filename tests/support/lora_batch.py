@@ -12,6 +12,7 @@ from torch import Tensor
 from punica_core import ops
 from punica_core.lora.segments import SegmentPlan
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
+from punica_core.ops.layout import Field, row_pitch
 
 MIXED_RANKS = (1, 2, 3, 5, 8, 16, 33, 64, 128, 256)
 
@@ -131,6 +132,7 @@ def make_batch(
     tables = AdapterTables(len(out_features), num_slots, device=device)
     for slot, modules in adapters.items():
         tables.write(slot, {i: m for i, m in enumerate(modules) if m is not None}, arena)
+        _poison_padding(tables, arena, slot, modules)
     rows = np.asarray(row_slots, np.int32)
     plan = SegmentPlan(max(len(rows), 1), max_rank=max_rank, device=device)
     plan.set_rows(rows, tables.slot_rank)
@@ -141,6 +143,15 @@ def make_batch(
     x = torch.randn(len(rows), in_features, generator=generator, device=device).to(dtype)
     v = torch.full((num_splits * len(rows) * len(out_features) * max_rank,), torch.nan, device=device)
     return LoraBatch(x, y, rows, list(out_features), adapters, arena, tables, plan, v, max_rank)
+
+
+def _poison_padding(tables: AdapterTables, arena: Arena, slot: int, modules: Sequence[ModuleWeights | None]) -> None:
+    """Write NaN into the columns by which B's row pitch exceeds its lora_rank."""
+    for index, module in enumerate(modules):
+        if module is not None:
+            width, rank = module.b.shape
+            offset = int(tables.records[index, slot, Field.B_OFFSET])
+            arena.buffer[offset : offset + width * row_pitch(rank)].view(width, -1)[:, rank:] = torch.nan
 
 
 def rows_of(counts: Sequence[int], *, base_rows: int = 0, first_slot: int = 0) -> list[int]:

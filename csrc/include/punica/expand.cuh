@@ -78,7 +78,7 @@ __device__ inline Part<T> make_part(ExpandParams const& params, ExpandItem const
 }
 
 // The part of an item that lies in one slice.
-template <typename T, bool kPrompt, bool kAligned>
+template <typename T, bool kPrompt, int kBlocksPerSm, bool kAligned>
 __device__ inline void expand_slice(ExpandParams const& params, ExpandItem const& item, int splits, T* hidden,
                                     bool& must_wait) {
   if (item.record.lora_rank == 0) return;
@@ -91,7 +91,7 @@ __device__ inline void expand_slice(ExpandParams const& params, ExpandItem const
   if constexpr (kPrompt) {
     expand_prompt_part<T, kAligned>(part, affine, source, params.y_stride, hidden, must_wait);
   } else {
-    expand_decode_part<T, kAligned>(part, affine, source, params.y_stride, hidden, must_wait);
+    expand_decode_part<T, kBlocksPerSm == 2 ? 8 : 4, kAligned>(part, affine, source, params.y_stride, hidden, must_wait);
   }
 }
 
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(kExpandThreads, kBlocksPerSm)
     for (int index = blockIdx.x; index < num_items; index += stride) {
       ExpandItem item = make_item(params, cut, tile, index);
       tile = load_tile(index + stride);
-      expand_slice<T, kPrompt, kAligned>(params, item, splits, hidden, must_wait);
+      expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, hidden, must_wait);
       while (params.unit_end[item.slice] < item.end_unit) {
         item.first_unit = params.unit_end[item.slice++];
         item.record = load_record(params.tables, item.slice, item.tile.z);
-        expand_slice<T, kPrompt, kAligned>(params, item, splits, hidden, must_wait);
+        expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, hidden, must_wait);
       }
     }
   }

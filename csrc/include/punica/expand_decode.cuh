@@ -109,7 +109,7 @@ __device__ inline void expand_deep(Part<T> const& part, Affine<T> const& affine,
   }
 }
 
-template <typename T, bool kAligned>
+template <typename T, int kLoads, bool kAligned>
 __device__ inline void expand_decode_part(Part<T> const& part, Affine<T> const& affine, HiddenSource const& source,
                                    int64_t y_stride, T* hidden, bool& must_wait) {
   bool const deep = part.chunks > 1;
@@ -121,7 +121,7 @@ __device__ inline void expand_decode_part(Part<T> const& part, Affine<T> const& 
   HeldOutput held;
   load_held<T, kAligned>(held, part, y_stride, pack);
   __syncthreads();  // the part before has been read
-  gather_hidden(hidden, source, part, round_up(part.row_count, 8));
+  gather_hidden<kLoads>(hidden, source, part, round_up(part.row_count, 8));
   __syncthreads();
   if (deep) {
     expand_deep<T, kAligned>(part, affine, y_stride, first, second, held, hidden);

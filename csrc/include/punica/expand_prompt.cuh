@@ -42,7 +42,7 @@ __device__ inline void expand_prompt_part(Part<T> const& part, Affine<T> const& 
   load_output<T, kPromptTiles, kAligned>(upper, part, y_stride, first_unit, 0);
   load_output<T, kPromptTiles, kAligned>(lower, part, y_stride, first_unit, kPromptRows);
   __syncthreads();  // the part before has been read
-  gather_hidden(hidden, source, part, round_up(part.row_count, kPromptRows));
+  gather_hidden<4>(hidden, source, part, round_up(part.row_count, kPromptRows));
   __syncthreads();
 #pragma unroll 1
   for (; pack < packs; pack += kExpandWarps) {

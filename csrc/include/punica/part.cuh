@@ -56,9 +56,9 @@ struct HiddenSource {
   int splits;
 };
 
-// Sums the splits of v for the part's rows into `hidden` [rows, kHiddenPitch], rounded to T; zero beyond lora_rank and up to
+// Sums the splits of v, kLoads at a time, for the part's rows into `hidden` [rows, kHiddenPitch], rounded to T; zero beyond lora_rank and up to
 // `num_rows` rows.
-template <typename T>
+template <int kLoads, typename T>
 __device__ inline void gather_hidden(T* hidden, HiddenSource const& source, Part<T> const& part, int num_rows) {
   int const quads = part.chunks * (kChunk / 4);
   for (int index = threadIdx.x; index < num_rows * quads; index += kExpandThreads) {
@@ -67,7 +67,7 @@ __device__ inline void gather_hidden(T* hidden, HiddenSource const& source, Part
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     if (t < part.row_count && r < part.lora_rank) {
       float const* const v = source.v + t * source.row_pitch + r;
-#pragma unroll 4
+#pragma unroll kLoads
       for (int split = 0; split < source.splits; ++split) {
         float4 const term = __ldcg(reinterpret_cast<float4 const*>(v + split * source.split_pitch));
         sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
