@@ -33,7 +33,11 @@ def text_lines(summary: dict[str, Any]) -> list[str]:
     if summary["not_sent"]:
         lines.append(f"not sent           {summary['not_sent']} (max_seconds was over)")
     if summary["client_is_bottleneck"]:
-        lines.append(f"The client used {summary['client_cpu']:.0%} of a core: it may limit these figures.")
+        late = summary["client_lag_ms"]["p99"] if summary["client_lag_ms"] else 0.0
+        lines.append(
+            f"The client used {summary['client_cpu']:.0%} of a core and was {late:.0f} ms late at p99: "
+            "it may limit these figures."
+        )
     return lines
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import uvloop
 
 from app.bench.load import run_load
 from app.bench.summary import summarize
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    run = asyncio.run(run_load(scenario.base_url, plan, clients=scenario.clients, max_seconds=scenario.max_seconds))
+    run = uvloop.run(run_load(scenario.base_url, plan, clients=scenario.clients, max_seconds=scenario.max_seconds))
     summary = summarize(run)
     print("\n".join(text_lines(summary)))
     if flags.out:

@@ -12,7 +12,7 @@ import ipaddress
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,18 +20,24 @@ import httpx
 from app.bench.stream import Outcome, complete
 from app.bench.workload import PlannedRequest
 
+LAG_INTERVAL = 0.1
+"""Seconds between two looks at how late the client itself is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """The outcomes of a run, in order of the plan; not_sent requests were still to come when its time was over.
 
     seconds: from the start to the last end. client_cpu: share of one core that the client's process used meanwhile.
+    client_lags: seconds by which a timer of the client's event loop was late, ten times a second; its latencies may
+    be too long by as much.
     """
 
     outcomes: list[Outcome]
     not_sent: int
     seconds: float
     client_cpu: float
+    client_lags: list[float] = field(default_factory=list)
 
 
 def check_loopback(base_url: str) -> None:
@@ -61,12 +67,14 @@ async def run_load(
 
     After max_seconds what still runs is cut off and the rest is not sent. transport: for tests.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Connections are given up before servers do so (often after 5 s): a request on a closing one would be lost.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     timeout = httpx.Timeout(request_timeout, connect=30.0)
     async with httpx.AsyncClient(
         base_url=base_url, timeout=timeout, limits=limits, transport=transport, trust_env=False
     ) as client:
-        cpu, sender = time.process_time(), _Sender(client)
+        cpu, sender, lags = time.process_time(), _Sender(client), list[float]()
+        watch = asyncio.create_task(_watch_lag(lags))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max_seconds), asyncio.TaskGroup() as group:
                 waiting = deque(index for index, request in enumerate(plan) if request.at is None)
@@ -77,8 +85,16 @@ async def run_load(
                         await asyncio.sleep(sender.started + request.at - time.perf_counter())
                         group.create_task(sender.send(index, request, request.at))
         seconds = time.perf_counter() - sender.started
+        watch.cancel()
     outcomes = [outcome for _, outcome in sorted(sender.outcomes.items())]
-    return Run(outcomes, len(plan) - len(outcomes), seconds, (time.process_time() - cpu) / seconds)
+    return Run(outcomes, len(plan) - len(outcomes), seconds, (time.process_time() - cpu) / seconds, lags)
+
+
+async def _watch_lag(lags: list[float]) -> None:
+    while True:
+        due = time.perf_counter() + LAG_INTERVAL
+        await asyncio.sleep(LAG_INTERVAL)
+        lags.append(time.perf_counter() - due)
 
 
 class _Sender:

@@ -14,7 +14,8 @@ from app.bench.stream import Outcome
 PERCENTILES: Final = (50, 90, 99)
 
 BUSY_CLIENT: Final = 0.9
-"""Share of one core above which the client, not the server, may be what limits the figures."""
+LATE_CLIENT_MS: Final = 50.0
+"""Share of one core, and lateness of its timers at p99, above which the client may be what limits the figures."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -31,6 +32,7 @@ def summarize(run: Run) -> dict[str, Any]:
     complete streams over the whole run. inter_token_ms: gaps between pieces of a stream. time_per_token_ms: of each
     stream, from its first event to its end over its tokens but the first."""
     complete = [outcome for outcome in run.outcomes if not outcome.error]
+    lag = percentiles(run.client_lags)
     generated = sum(outcome.completion_tokens for outcome in complete)
     return {
         "requests": len(run.outcomes) + run.not_sent,
@@ -49,7 +51,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "latency_ms": percentiles([outcome.latency for outcome in complete]),
         "send_delay_ms": percentiles([outcome.sent - outcome.planned for outcome in run.outcomes]),
         "client_cpu": run.client_cpu,
-        "client_is_bottleneck": run.client_cpu > BUSY_CLIENT,
+        "client_lag_ms": lag,
+        "client_is_bottleneck": run.client_cpu > BUSY_CLIENT or (lag is not None and lag["p99"] > LATE_CLIENT_MS),
     }
 
 

@@ -44,8 +44,10 @@ def test_figures_are_those_of_complete_streams() -> None:
     assert not found["client_is_bottleneck"]
 
 
-def test_a_busy_client_is_named() -> None:
+def test_a_busy_or_late_client_is_named() -> None:
     assert summarize(Run([], 0, 1.0, client_cpu=0.95))["client_is_bottleneck"]
+    assert summarize(Run([], 0, 1.0, client_cpu=0.1, client_lags=[0.2] * 10))["client_is_bottleneck"]
+    assert not summarize(Run([], 0, 1.0, client_cpu=0.1, client_lags=[0.001] * 10))["client_is_bottleneck"]
 
 
 def test_percentiles_of_nothing_are_nothing() -> None:
