@@ -1,8 +1,8 @@
 """Draws from a categorical distribution, and narrows it, in exact integers.
 
 Weights are exp(score - max) as fixed-point int64. Their sums are exact: they do not depend on the order of addition, so
-neither on the batch's shape, nor on how the vocabulary is cut into pieces, nor on the device. That makes a draw a
-function of its row alone.
+neither on the batch's shape, nor on how the vocabulary is cut into pieces, nor on how a device adds. That makes a draw
+a function of its row alone. (Between devices exp may differ by an ulp.)
 """
 
 from __future__ import annotations
