@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import socket
@@ -17,7 +18,6 @@ import uvloop
 
 from app import demo, settings
 from app.banner import Spinner, ready_text
-from app.main import create_app
 from app.service import Service, version
 from app.settings import Settings
 from punica_core.client import EngineClient, WorkerClient
@@ -117,10 +117,13 @@ def _bind(chosen: Settings) -> socket.socket:
 async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> None:
     host, port = listener.getsockname()[:2]
     with Spinner() as spinner:
-        app = create_app(chosen, connect, spinner.on_progress)
+        service = Service(chosen, connect, spinner.on_progress)
+        service.begin_start()
+        # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
+        main_module = await asyncio.to_thread(importlib.import_module, "app.main")
+        app = main_module.app_of(service)
         async with app.router.lifespan_context(app):
             spinner.done()
-            service: Service = app.state.service
             config = uvicorn.Config(
                 app,
                 http="httptools",

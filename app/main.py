@@ -39,7 +39,11 @@ def create_app(
 
     connect: makes a client for one life of the engine (a worker process, or a fake in tests).
     """
-    service = Service(settings, connect, on_progress)
+    return app_of(Service(settings, connect, on_progress))
+
+
+def app_of(service: Service) -> FastAPI:
+    """The ASGI application of a service, which it starts (unless begun) and stops."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -76,6 +76,7 @@ class Service:
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._lives = 0
+        self._starting: asyncio.Task[None] | None = None
         self._unknown_fields: set[str] = set()
 
     @property
@@ -127,8 +128,17 @@ class Service:
         fingerprint = ":".join(part for part in parts if part)
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, fingerprint)
 
+    def begin_start(self) -> asyncio.Task[None]:
+        """Begin to start the engine, if that has not begun; `start` waits for it."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="start")
+        return self._starting
+
     async def start(self) -> None:
         """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
+        await self.begin_start()
+
+    async def _start(self) -> None:
         layout = await self.supervisor.start()
         try:
             folder = await tokenizer_folder(Path(layout.model_dir), self.settings.cache)

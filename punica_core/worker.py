@@ -16,14 +16,16 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from punica_core import protocol
 from punica_core.config import EngineConfig, EngineLayout
-from punica_core.engine.engine import Engine
 from punica_core.errors import ConfigError, PunicaError, to_wire
+
+if TYPE_CHECKING:
+    from punica_core.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
