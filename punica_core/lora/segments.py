@@ -126,6 +126,7 @@ class SegmentPlan:
         self._arrays: list[Int32Array] = [staging.numpy() for staging in self._staging]
         self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING
         self._next = 0
+        self._last_rows: tuple[Int32Array, Int32Array] | None = None
         self.num_segments = 0
         self.num_rows = 0
         self.num_adapter_rows = 0
@@ -142,7 +143,15 @@ class SegmentPlan:
         return self.plan[start : start + self.num_segments]
 
     def set_rows(self, row_slots: Int32Array, slot_rank: Int32Array) -> None:
-        """Describe a step by the slot of each row, ``int32 [T]``, -1 = base model. See :meth:`set_segments`."""
+        """Describe a step by the slot of each row, ``int32 [T]``, -1 = base model. See :meth:`set_segments`.
+
+        Does nothing when rows and ranks are those of the step before, as they are in most decode steps.
+        """
+        ranks = slot_rank[row_slots]
+        if self._last_rows is not None:
+            last_slots, last_ranks = self._last_rows
+            if np.array_equal(row_slots, last_slots) and np.array_equal(ranks, last_ranks):
+                return
         if len(row_slots) == 0:
             self.set_segments(np.zeros(1, np.int32), row_slots, slot_rank)
             return
@@ -150,6 +159,7 @@ class SegmentPlan:
         indptr = np.empty(len(starts) + 2, np.int32)
         indptr[0], indptr[1:-1], indptr[-1] = 0, starts, len(row_slots)
         self.set_segments(indptr, row_slots[indptr[:-1]], slot_rank)
+        self._last_rows = (row_slots.copy(), ranks)
 
     def set_segments(self, seg_indptr: Int32Array, seg_slot: Int32Array, slot_rank: Int32Array) -> None:
         """Describe a step by segments and send it to the device without waiting for it.
@@ -162,6 +172,7 @@ class SegmentPlan:
         Raises:
             ValueError: more rows or segments than this plan was made for, or a lora_rank above max_rank.
         """
+        self._last_rows = None
         self._check(seg_indptr, seg_slot)
         lengths = seg_indptr[1:] - seg_indptr[:-1]
         runs = _Runs(seg_indptr[:-1], lengths, seg_slot, np.where(seg_slot >= 0, slot_rank[seg_slot], 0))

@@ -61,6 +61,31 @@ def test_rows_become_segments_of_equal_neighbours() -> None:
     assert (plan.num_rows, plan.num_adapter_rows) == (5, 4)
 
 
+def test_an_unchanged_step_is_not_sent_again() -> None:
+    plan = SegmentPlan(8, max_rank=64)
+    rows, ranks = np.asarray([0, 0, 3], np.int32), SLOT_RANK.copy()
+    plan.set_rows(rows, ranks)
+    plan.plan.fill_(-7)
+    plan.set_rows(rows.copy(), ranks)
+    assert (plan.plan == -7).all()
+
+
+@pytest.mark.parametrize("change", ["rows", "rank", "segments between"])
+def test_a_changed_step_is_sent(change: str) -> None:
+    plan = SegmentPlan(8, max_rank=64)
+    rows, ranks = np.asarray([0, 0, 3], np.int32), SLOT_RANK.copy()
+    plan.set_rows(rows, ranks)
+    if change == "rows":
+        rows[1] = 1
+    elif change == "rank":
+        ranks[3] = 8
+    else:
+        plan.set_segments(np.asarray([0, 1], np.int32), np.asarray([1], np.int32), ranks)
+    plan.plan.fill_(-7)
+    plan.set_rows(rows, ranks)
+    assert plan.plan[Header.NUM_ROWS] == 3
+
+
 def test_a_step_without_rows_is_valid() -> None:
     plan = SegmentPlan(8, max_rank=64)
     plan.set_rows(np.empty(0, np.int32), SLOT_RANK)
