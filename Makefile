@@ -1,6 +1,8 @@
 # Every verb a developer or CI needs. `make serve` and `make test` work from nothing on a fresh machine.
 
-PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do command -v $$p && break; done)
+# The first that runs and is new enough: a name on PATH may be a shim (pyenv) for a version that is not active.
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$p && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 HOST   ?= 127.0.0.1
