@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 
 from app.bench import cpu, frontend
+
+WORKER_BENCHMARKS = {
+    "kernels": "the CUDA kernels beside cuBLAS loops and gather + bmm (needs a GPU)",
+    "scheduler": "what the scheduler's decisions cost",
+}
+"""Benchmarks that live in `punica_core.bench`, since they need what the front end must not import."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,6 +28,10 @@ def main(arguments: Sequence[str]) -> int:
         sub = names.add_parser(name, help=text, description=benchmark.__doc__)
         benchmark.add_flags(sub)
         sub.set_defaults(run=benchmark.main)
+    for name, text in WORKER_BENCHMARKS.items():
+        names.add_parser(name, help=text, add_help=False)
+    if arguments and arguments[0] in WORKER_BENCHMARKS:
+        return subprocess.call([sys.executable, "-m", f"punica_core.bench.{arguments[0]}", *arguments[1:]])
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what it has started, too
     return int(options.run(options))
