@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from punica_core.errors import InvalidRequest
@@ -20,11 +20,23 @@ MAX_PROMPTS = 512
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+
+
+def _check_num_biases(value: Any) -> Any:
+    # before the entries are validated: each wrong one would become an error object
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "at most {limit} entries are allowed", {"limit": MAX_BIASES})
+    return value
+
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-LogitBias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_check_num_biases)]
+# fail_fast: without it every wrong item of a long list costs an error object, and a body of wrong items many seconds.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -66,7 +78,7 @@ class GenerationRequest(_Strict):
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, LogitBias] | None = Field(None, max_length=1024)
+    logit_bias: LogitBias | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
@@ -164,9 +176,9 @@ class Message(_Strict):
     """One message. `developer` is `system`; text parts are joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="after")
@@ -209,7 +221,7 @@ class ChatRequest(GenerationRequest):
         "echo": (False,),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
@@ -241,9 +253,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)

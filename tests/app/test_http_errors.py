@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from app.api_errors import STATUS_BY_CODE
 from app.schemas import ChatRequest, CompletionRequest
@@ -116,6 +117,27 @@ async def test_a_wrong_field_of_a_completion_is_a_400_that_names_it(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert server.engine.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 20_000}),
+        (CompletionRequest, {"prompt": [[{}] * 200] * 100}),
+        (ChatRequest, {"messages": [{}] * 4000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * 1000}] * 20}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [{}] * 100}] * 20}),
+        (ChatRequest, {"logit_bias": {str(index): "x" for index in range(20_000)}}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
+)
+def test_a_body_of_wrong_items_does_not_make_an_error_object_of_each(
+    kind: type[ChatRequest] | type[CompletionRequest], field: dict[str, Any]
+) -> None:
+    body = {"model": "base", "messages": CHAT["messages"], "prompt": "a"} | field
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() <= 10
 
 
 @pytest.mark.parametrize(
