@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def idle(server: LiveServer) -> bool:
-    return server.metric("punica_running_sequences") == 0 and server.metric("punica_waiting_sequences") == 0
+    return server.metric("punica_running") == 0 and server.metric("punica_waiting") == 0
 
 
 def answer(url: str, model: str = "base", max_tokens: int = 8) -> str:
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_frees_its_sequence(demo_server: LiveServer) -> Non
         timeout=60,
     ) as response:
         next(response.iter_lines())
-        wait_for(lambda: demo_server.metric("punica_running_sequences") == 1, 10, "the stream runs")
+        wait_for(lambda: demo_server.metric("punica_running") == 1, 10, "the stream runs")
     wait_for(lambda: idle(demo_server), 5, "the sequence of a vanished client ends")
 
 
