@@ -13,13 +13,15 @@ FEW_ROWS = 64
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · Wᵀ + b. x: [..., I]; weight: [O, I]; bias: [O] or None → [..., O], contiguous.
 
-    One row is a matrix-vector product, which `F.linear` does well; from two rows on it asks BLAS for the transposed
-    product, which is slow while the rows are few.
+    `F.linear` asks BLAS for the transposed product, which is slow while the rows are few. With several threads, one
+    row is computed as two equal ones: a product with two columns reads the weight faster than a matrix-vector product
+    (a step of one row took 8 to 14 % less on two cores; on one core it took longer).
     """
     rows = x.numel() // x.size(-1)
-    if x.is_cuda or not 2 <= rows <= FEW_ROWS:
+    if x.is_cuda or rows > FEW_ROWS or rows == 0 or (rows == 1 and torch.get_num_threads() == 1):
         return functional.linear(x, weight, bias)
-    y = torch.mm(weight, x.view(rows, -1).t()).t().contiguous()
+    few = x.view(rows, -1) if rows > 1 else x.view(1, -1).repeat(2, 1)
+    y = torch.mm(weight, few.t()).t()[:rows].contiguous()
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], weight.size(0))
