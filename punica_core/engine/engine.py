@@ -22,7 +22,7 @@ from punica_core.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 5
-"""Steps in a row in which every row failed, after which the worker gives up."""
+"""Steps in a row in which computing every row raised, after which the worker gives up."""
 
 
 class Runner(Protocol):
@@ -76,37 +76,43 @@ class Engine:
         if not plan.rows:
             return outputs, False
         started = time.perf_counter()
-        result = self._execute(plan)
-        self._give_up_if_broken(plan, result)
+        result, num_raised = self._execute(plan)
+        self._give_up_if_broken(plan, result, num_raised)
         self._last_step = time.perf_counter() - started
         self._slowest_step = max(self._slowest_step, self._last_step)
         self._steps += 1
         outputs += self._scheduler.update(plan, result, now)
         return outputs, True
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> tuple[StepResult, int]:
         """Execute; if that raises, find the rows at fault by executing each alone, so that the others go on.
 
-        Executing a row twice is safe: its KV entries are written again with the same values.
+        Returns the result and the number of rows that raised also alone. Executing a row twice is safe: its KV entries
+        are written again with the same values.
         """
         try:
-            return self._runner.execute(plan)
+            return self._runner.execute(plan), 0
         except Exception as error:
             ids = [row.sequence.request_id for row in plan.rows]
             logger.exception("step failed; requests %s", ids)
             if len(plan.rows) == 1:
-                return StepResult(failed={ids[0]: f"{type(error).__name__}: {error}"})
-        merged = StepResult()
+                return StepResult(failed={ids[0]: f"{type(error).__name__}: {error}"}), 1
+        merged, num_raised = StepResult(), 0
         for row in plan.rows:
-            part = self._execute(StepPlan((row,)))
+            part, raised = self._execute(StepPlan((row,)))
+            num_raised += raised
             merged.sampled.update(part.sampled)
             merged.prompt_logprobs.update(part.prompt_logprobs)
             merged.failed.update(part.failed)
-        return merged
+        return merged, num_raised
 
-    def _give_up_if_broken(self, plan: StepPlan, result: StepResult) -> None:
-        """A device that fails every row of several steps in a row will not recover: a new worker must replace it."""
-        self._failed_steps = self._failed_steps + 1 if len(result.failed) == len(plan.rows) else 0
+    def _give_up_if_broken(self, plan: StepPlan, result: StepResult, num_raised: int) -> None:
+        """A device that fails every row of several steps in a row will not recover: a new worker must replace it.
+
+        Rows without finite numbers do not count: those are an adapter's fault, and who owns it must not be able to
+        end everybody's worker.
+        """
+        self._failed_steps = self._failed_steps + 1 if num_raised == len(plan.rows) else 0
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(
                 f"every request of {self._failed_steps} steps in a row failed: {next(iter(result.failed.values()))}"
