@@ -1,4 +1,4 @@
-"""`python -m punica_core.model.tokenizer_convert MODEL_DIR TARGET`: makes TARGET/tokenizer.json from older tokenizer files.
+"""`python -m punica_core.model.tokenizer_convert MODEL_DIR TARGET`: makes TARGET/tokenizer.json from older files.
 
 Run by the front end, which does not import transformers. TARGET appears whole or not at all.
 """
