@@ -166,7 +166,7 @@ def check_against(manifest: AdapterManifest, shapes: ModelShapes, max_lora_rank:
     if unmatched:
         raise AdapterMismatch(
             f"{len(unmatched)} of {len(manifest.modules)} adapted modules are not in the base model: found "
-            f"{_samples(unmatched)}; expected names like {_samples(_likely(unmatched, shapes))}. "
+            f"{samples(unmatched)}; expected names like {samples(_likely(unmatched, shapes))}. "
             "Was it trained on another base model, or saved with other names?"
         )
     for module in manifest.modules.values():
@@ -197,7 +197,7 @@ def _check_orphans(halves: Mapping[str, Mapping[TensorRole, TensorEntry]]) -> No
     orphans = [entry.name for pair in halves.values() if len(pair) == 1 for entry in pair.values()]
     if orphans:
         raise AdapterInvalid(
-            f"{len(orphans)} tensors lack their other half (lora_A without lora_B or the reverse): {_samples(orphans)}."
+            f"{len(orphans)} tensors lack their other half (lora_A without lora_B or the reverse): {samples(orphans)}."
         )
 
 
@@ -221,7 +221,8 @@ def _likely(unmatched: list[str], shapes: ModelShapes) -> Collection[str]:
     return [path for path in shapes if path.rsplit(".", 1)[-1] == leaf] or list(shapes)
 
 
-def _samples(names: Iterable[str]) -> str:
+def samples(names: Iterable[str]) -> str:
+    """The first of some names that came from files, quoted, and how many more there are."""
     listed = [repr(shorten(name)) for name in names]
     more = f" and {len(listed) - SAMPLES} more" if len(listed) > SAMPLES else ""
     return ", ".join(listed[:SAMPLES]) + more

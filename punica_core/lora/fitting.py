@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from punica_core.adapters.format import samples
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupported
 from punica_core.lora.layers import LoRALinear
 from punica_core.lora.weight import LoRAWeight
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.float32, *_KERNEL_DTYPES)
-_NUM_SAMPLES = 3
 
 
 def is_target(module: nn.Module) -> bool:
@@ -34,8 +34,8 @@ def check_fit(modules: Mapping[str, nn.Module], weights: Mapping[str, LoRAWeight
     if missing:
         targets = [path for path, module in modules.items() if is_target(module)]
         raise AdapterMismatch(
-            f"{len(missing)} of {len(weights)} adapted modules are not in the model: {_samples(missing)}; its linear "
-            f"layers have names like {_samples(targets)}."
+            f"{len(missing)} of {len(weights)} adapted modules are not in the model: {samples(missing)}; its linear "
+            f"layers have names like {samples(targets)}."
         )
     for path, weight in weights.items():
         _check_module(path, modules[path], weight)
@@ -83,8 +83,3 @@ def _check_module(path: str, module: nn.Module, weight: LoRAWeight) -> None:
             f"{path!r} is adapted {weight.in_features} → {weight.out_features} (A {list(weight.a.shape)}, B "
             f"{list(weight.b.shape)}), the model has {module.in_features} → {module.out_features}."
         )
-
-
-def _samples(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_SAMPLES} more" if len(names) > _NUM_SAMPLES else ""
-    return ", ".join(map(repr, names[:_NUM_SAMPLES])) + more

@@ -20,6 +20,7 @@ from punica_core.adapters.files import CONFIG_NAME, WEIGHTS_NAME, SourceFile
 from punica_core.adapters.format import AdapterManifest, LoraModule, ModelShapes, check_against, read_manifest
 from punica_core.adapters.header import TensorEntry
 from punica_core.errors import AdapterInvalid
+from punica_core.lora.tables import ModuleWeights
 from punica_core.protocol import AdapterRef
 
 ALIGNMENT_BYTES = 64
@@ -31,17 +32,11 @@ _TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleWeights:
-    """y += scale · (x · aᵀ) · bᵀ. a: [R, I], b: [O, R], contiguous, of the model's dtype, on the CPU."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """A whole adapter. key: its adapter_key, a digest of mathematics and bytes; nbytes: of its buffer."""
+    """A whole adapter. key: its adapter_key, a digest of mathematics and bytes; nbytes: of its buffer.
+
+    modules: by path; matrices contiguous, of the model's dtype, on the CPU; without row_gain and bias.
+    """
 
     key: str
     modules: Mapping[str, ModuleWeights]

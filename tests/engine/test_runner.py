@@ -148,7 +148,7 @@ def test_a_mixed_batch_on_the_gpu_gives_the_logits_of_the_cpu(weights: dict[int,
 
 
 def _scaled(module: object, factor: float) -> object:
-    from punica_core.lora.weights import ModuleWeights
+    from punica_core.lora.tables import ModuleWeights
 
     assert isinstance(module, ModuleWeights)
     return ModuleWeights(module.a * factor, module.b * factor, module.scale)

@@ -8,7 +8,8 @@ import torch
 from punica_core.lora.layers import LinearGroup, StepLoRA
 from punica_core.lora.plan import Segment, build_segments
 from punica_core.lora.segmented import SegmentedLoRA
-from punica_core.lora.weights import AdapterWeights, ModuleWeights
+from punica_core.lora.tables import ModuleWeights
+from punica_core.lora.weights import AdapterWeights
 
 GROUPS = (LinearGroup(0, ("q", "k", "v"), 24, (24, 8, 8)), LinearGroup(1, ("o",), 24, (24,)))
 CPU = torch.device("cpu")
