@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +96,8 @@ def parse_json_object(raw: bytes, file_name: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [key for key, _ in pairs]
-            repeated = next(key for key in names if names.count(key) > 1)
+            # in one pass: a header may have a million keys
+            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise ValueError(f"the key {shorten(repeated)!r} appears twice")
         return found
 

@@ -75,6 +75,13 @@ def test_a_truncated_file_is_refused_with_both_sizes(adapter: Path, shapes: Mode
     assert f"end at byte {size}, the file at {size - 100}" in refusal(adapter, shapes).message
 
 
+def test_a_key_repeated_behind_half_a_million_others_is_found_in_one_pass() -> None:
+    # comparing each key with all others would take hours of a reader thread that holds the GIL
+    raw = "{" + ",".join(f'"{number}":1' for number in range(500_000)) + ',"499999":1}'
+    with pytest.raises(AdapterInvalid, match="'499999' appears twice"):
+        parse_header(raw.encode(), 10**9, "f")
+
+
 def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("punica_core.adapters.header.MAX_TENSORS", 2)
     header = json.dumps({str(index): {} for index in range(3)}).encode()
