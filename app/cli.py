@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None, connect: Connect = WorkerClient
 
     connect: makes a client for one life of the engine.
     """
-    options = _parser(connect).parse_args(arguments)
+    parser = _parser(connect)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0].removeprefix("--")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{settings.did_you_mean(name, settings.flag)}")
     try:
         return int(options.run(options))
     except PunicaError as error:
@@ -54,7 +58,13 @@ def _parser(connect: Connect) -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Any, connect: Connect) -> None:
-    serve = commands.add_parser("serve", help="serve a model and its adapters over the OpenAI API")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model and its adapters over the OpenAI API",
+        allow_abbrev=False,  # a cut or mistyped flag is an error here as it is in a file
+        epilog="Each key can also be a variable (PUNICA_MAX_QUEUE=5) or a line of the file (max_queue: 5). "
+        "Precedence: command line, variable, file, default.",
+    )
     serve.add_argument("--config", metavar="FILE", help="YAML file with any of these keys")
     for name, field in settings.all_keys().items():
         _add_key(serve, name, field.default, field.metadata["help"])
@@ -75,8 +85,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text: str) -> None:
-    flag, kind = "--" + name.replace("_", "-"), settings.key_type(name)
-    shown = f"{help_text} (default: {default!r})".replace("%", "%%")
+    flag, kind = settings.flag(name), settings.key_type(name)
+    shown = (help_text if default == "" else f"{help_text} (default: {default})").replace("%", "%%")
     if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=_UNSET, help=shown)
         return

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +113,7 @@ def load(
     if chosen:
         values |= {name: _convert(name, raw, f"{chosen}: {name}") for name, raw in _read_file(Path(chosen)).items()}
     values |= _from_environment(environ, overridden=command_line.keys())
-    values |= {name: _convert(name, raw, f"--{name.replace('_', '-')}") for name, raw in command_line.items()}
+    values |= {name: _convert(name, raw, flag(name)) for name, raw in command_line.items()}
     return Settings(**values)
 
 
@@ -123,15 +123,22 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}.") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds a {type(document).__name__}; a mapping of keys to values is expected.")
     for name in document:
         if name not in all_keys():
-            raise ConfigError(f"{path}: unknown key {name!r}.{_nearest(str(name))}", param=str(name))
+            raise ConfigError(f"{path}: unknown key {name!r}.{did_you_mean(str(name))}", param=str(name))
     return document
+
+
+def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"
 
 
 def _from_environment(environ: Mapping[str, str], overridden: typing.Collection[str]) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def _from_environment(environ: Mapping[str, str], overridden: typing.Collection[
             if name not in overridden:
                 values[name] = _convert_variable(name, variable, raw)
         elif not _SERVICE_VARIABLE.match(variable):
-            raise ConfigError(f"Unknown environment variable {variable}.{_nearest(name, ENV_PREFIX)}", param=name)
+            raise ConfigError(f"Unknown environment variable {variable}.{did_you_mean(name, _variable)}", param=name)
     return values
 
 
@@ -159,12 +166,19 @@ def _convert_variable(name: str, variable: str, raw: str) -> Any:
     return _convert(name, raw, variable)
 
 
-def _nearest(name: str, prefix: str = "") -> str:
+def did_you_mean(name: str, spell: Callable[[str], str] = str) -> str:
+    """ " Did you mean KEY?" for what is nearly a key, else nothing. spell: how a key is written where `name` was read."""
     close = difflib.get_close_matches(name.lower().replace("-", "_"), all_keys(), n=1, cutoff=0.5)
-    if not close:
-        return ""
-    found = prefix + close[0].upper() if prefix else close[0]
-    return f" Did you mean {found}?"
+    return f" Did you mean {spell(close[0])}?" if close else ""
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def flag(name: str) -> str:
+    """A key as the command line writes it."""
+    return "--" + name.replace("_", "-")
 
 
 def _convert(name: str, raw: Any, source: str) -> Any:

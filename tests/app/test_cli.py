@@ -55,7 +55,20 @@ def test_an_unknown_flag_is_a_wrong_command_line(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--modle", "x"])
     assert ended.value.code == 2
-    assert "--modle" in capsys.readouterr().err
+    assert "unrecognized arguments: --modle x. Did you mean --model?" in capsys.readouterr().err
+
+
+def test_a_flag_cut_short_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--max-que=5"])
+    assert ended.value.code == 2
+    assert "--max-que=5. Did you mean --max-queue?" in capsys.readouterr().err
+
+
+def test_a_flag_like_no_other_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--zzzzzz"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --zzzzzz.\n")
 
 
 def test_a_wrong_value_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

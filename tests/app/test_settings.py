@@ -144,3 +144,17 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_base_name_is_the_folders_name_unless_given(tmp_path: Path) -> None:
     assert Settings(model="org/SmolLM2").base_name == "SmolLM2"
     assert Settings(model="org/SmolLM2", served_model_name="gpt-oss:120b").base_name == "gpt-oss:120b"
+
+
+def test_a_file_that_is_no_yaml_is_told_by_line_and_column(tmp_path: Path) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text("seed: 1\nport: [1\n")
+    with pytest.raises(ConfigError, match=r"punica\.yaml is not valid YAML: line 3, column 1: expected ',' or ']'"):
+        load({}, {}, file)
+
+
+def test_a_file_that_is_no_text_is_not_valid(tmp_path: Path) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="is not valid YAML: 'utf-8' codec can't decode"):
+        load({}, {}, file)
