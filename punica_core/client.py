@@ -11,8 +11,10 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
+
+import msgspec
 
 from punica_core import protocol
 from punica_core.config import EngineConfig, EngineLayout
@@ -24,6 +26,17 @@ log = logging.getLogger(__name__)
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Defaults for a worker's environment. OpenMP threads that spin at a barrier while another process (the front end,
 say) has their core make a step three to five times as long; threads that sleep cost a tenth on an idle machine."""
+
+
+EXIT_SECONDS = 2.0
+"""How long a worker that closed its socket may take to exit before it is killed, and to be gone after that."""
+
+SUBMIT_BYTES = protocol.MAX_FRAME_BYTES // 4
+"""Bound on one Submit: a client may ask for many choices of a long prompt, and a frame has a limit."""
+
+_ID_BYTES = 5
+_SEQUENCE_BYTES = 32 * 1024
+"""Most that a token id, and all but the token ids of a sequence, take in a frame."""
 
 
 class EngineClient(Protocol):
@@ -39,7 +52,7 @@ class EngineClient(Protocol):
         """Start the engine and wait until it takes commands. Raises ConfigError or WorkerLost."""
 
     def submit(self, sequences: Sequence[protocol.NewSequence]) -> None:
-        """Hand over sequences in one message."""
+        """Hand over sequences in one message, in several only if they exceed what a message may hold."""
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End these sequences; each still gets its terminal output."""
@@ -108,6 +121,8 @@ class WorkerClient:
                 event = protocol.decode_event(await read_frame(reader))
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise WorkerLost(f"The worker ended during start ({await self._exit_text()}); see its log.") from None
+            except (msgspec.DecodeError, ValueError) as broken:
+                raise WorkerLost(f"The worker's first messages could not be read: {broken}") from None
             match event:
                 case protocol.Progress():
                     on_progress(event)
@@ -143,10 +158,23 @@ class WorkerClient:
             self._on_lost(WorkerLost(f"The worker process ended ({await self._exit_text()}){detail}"))
 
     async def _exit_text(self) -> str:
-        if self._process is None:
-            return "not started"
-        code = await self._process.wait()
+        """How the process ended. One that does not end is killed; nobody waits for one that cannot die."""
+        code = await self._exit_code()
+        if code is None:
+            self.kill()
+            code = await self._exit_code()
+        if code is None:
+            return "it closed its socket and cannot be killed"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def _exit_code(self) -> int | None:
+        """The exit code; None if the process goes on for EXIT_SECONDS, or was never started."""
+        if self._process is None:
+            return None
+        try:
+            return await asyncio.wait_for(self._process.wait(), EXIT_SECONDS)
+        except TimeoutError:
+            return None
 
     def _send(self, command: protocol.Command) -> None:
         if self._writer is None or self._writer.is_closing():
@@ -154,7 +182,8 @@ class WorkerClient:
         self._writer.write(protocol.encode(command))
 
     def submit(self, sequences: Sequence[protocol.NewSequence]) -> None:
-        self._send(protocol.Submit(list(sequences)))
+        for part in _parts(sequences):
+            self._send(protocol.Submit(part))
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         self._send(protocol.Cancel(list(request_ids)))
@@ -173,7 +202,7 @@ class WorkerClient:
                 await asyncio.wait_for(self._process.wait(), timeout=5.0)
             except TimeoutError:
                 self.kill()
-                await self._process.wait()
+                await self._exit_code()
         if self._pump is not None:
             await asyncio.gather(self._pump, return_exceptions=True)
 
@@ -182,3 +211,18 @@ class WorkerClient:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, 9)
+
+
+def _parts(sequences: Sequence[protocol.NewSequence]) -> Iterator[list[protocol.NewSequence]]:
+    """The sequences in order, cut where a message would exceed SUBMIT_BYTES."""
+    part: list[protocol.NewSequence] = []
+    size = 0
+    for sequence in sequences:
+        nbytes = len(sequence.prompt_ids) * _ID_BYTES + _SEQUENCE_BYTES
+        if part and size + nbytes > SUBMIT_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(sequence)
+        size += nbytes
+    if part:
+        yield part

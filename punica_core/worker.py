@@ -64,7 +64,10 @@ class Channel:
     def _read(self) -> protocol.Command:
         head = self._stream.read(4)
         size = int.from_bytes(head, "little")
-        body = self._stream.read(size) if len(head) == 4 and size <= protocol.MAX_FRAME_BYTES else b""
+        if size > protocol.MAX_FRAME_BYTES:
+            logger.critical("a frame of %d bytes; at most %d are allowed", size, protocol.MAX_FRAME_BYTES)
+            os._exit(1)
+        body = self._stream.read(size) if len(head) == 4 else b""
         if len(head) < 4 or len(body) < size:
             os._exit(0)  # the front end is gone; there is nobody to answer and nothing to save
         return protocol.decode_command(body)

@@ -14,7 +14,7 @@ from punica_core.config import EngineConfig
 from punica_core.errors import ConfigError, EngineRestarting, PunicaError, WorkerLost
 from punica_core.protocol import Event, NewSequence, Outputs, SamplingParams, StepStarted, StepStats
 from tests.support.fake_engine import FakeEngine
-from tests.support.scripted_worker import CRASH, GARBAGE, HANG
+from tests.support.scripted_worker import CRASH, GARBAGE, HANG, MUTE
 
 CONFIG = EngineConfig(model="m")
 
@@ -112,6 +112,16 @@ async def test_a_worker_that_sends_garbage_is_replaced(
     await watched.until(lambda: watched.lives == 2)
     assert len(watched.losses) == 1
     assert "could not be read" in watched.losses[0].message
+
+
+async def test_a_worker_that_closes_its_socket_and_goes_on_is_killed_and_replaced(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("punica_core.client.EXIT_SECONDS", 0.1)
+    watched = await scripted()
+    watched.submit(MUTE)
+    await watched.until(lambda: watched.lives == 2)
+    assert "killed by signal 9" in watched.losses[0].message
 
 
 async def test_an_idle_worker_never_stalls(scripted: Callable[..., Any]) -> None:

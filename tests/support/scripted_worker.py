@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from punica_core import protocol
 from punica_core.config import EngineLayout
 
-CRASH, HANG, GARBAGE = 55, 56, 57  # "X", "Y", "Z" in the byte-level vocabulary
+CRASH, HANG, GARBAGE, MUTE = 55, 56, 57, 54  # "X", "Y", "Z", "W" in the byte-level vocabulary
 
 
 class Worker:
@@ -82,6 +82,9 @@ class Worker:
         if CRASH in firsts:
             os.kill(os.getpid(), signal.SIGKILL)
         if HANG in firsts:
+            time.sleep(3600)
+        if MUTE in firsts:
+            self._connection.close()
             time.sleep(3600)
         if GARBAGE in firsts:
             self._connection.sendall(b"\x02\x00\x00\x00\xc1\xc1")
