@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -18,6 +19,8 @@ from punica_core.lora.cache import AdapterCache
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.scheduler import Scheduler
+
+CGROUP = Path("/sys/fs/cgroup")
 
 ADAPTER_FRACTION = 0.25
 """Share of the free host memory that adapters may take when adapter_host_bytes is 0."""
@@ -72,11 +75,11 @@ def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> Engin
     )
 
 
-def free_host_bytes() -> int:
+def free_host_bytes(cgroup: Path = CGROUP) -> int:
     """Memory that can be had without swapping, in bytes; cgroup limits are respected where they are lower."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     available = max(available, _meminfo_available())
-    return min(available, _cgroup_headroom(default=available))
+    return min(available, _cgroup_headroom(cgroup, default=available))
 
 
 def _meminfo_available() -> int:
@@ -90,9 +93,13 @@ def _meminfo_available() -> int:
     return 0
 
 
-def _cgroup_headroom(default: int) -> int:
+def _cgroup_headroom(cgroup: Path, default: int) -> int:
+    """What the control group may still take. The files it has read (the model's, a moment ago) count as used until
+    somebody wants their memory, so they are counted as free."""
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            return max(int(limit.read()) - int(current.read()), 0)
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(statistics.get("inactive_file", 0)), 0)
     except (OSError, ValueError):
         return default  # no cgroup v2, or "max"
