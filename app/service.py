@@ -17,9 +17,10 @@ from app.settings import Settings
 from app.supervisor import State, Supervisor
 from app.tokenizer import Tokenizer
 from app.tokenizer_files import tokenizer_folder
+from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.client import EngineClient
-from punica_core.config import EngineLayout
+from punica_core.config import EngineConfig, EngineLayout, is_model_path
 from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
 from punica_core.protocol import AdapterRef, Event, Outputs, Progress, StepStarted
 
@@ -36,6 +37,20 @@ def version() -> str:
         return "0+unknown"
 
 
+def _check_folders(config: EngineConfig) -> None:
+    """Say now what the worker would find only after seconds of importing torch. Raises ConfigError."""
+    if is_model_path(config.model) and not Path(config.model).is_dir():
+        raise ConfigError(f"model is {config.model!r}; there is no such folder.", param="model")
+    if config.adapters and not Path(config.adapters).is_dir():
+        raise ConfigError(f"adapters is {config.adapters!r}; there is no such folder.", param="adapters")
+    if (Path(config.adapters) / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"adapters is {config.adapters!r}, which is an adapter itself; the folder that holds it is wanted: "
+            f"{str(Path(config.adapters).parent)!r}.",
+            param="adapters",
+        )
+
+
 class Service:
     """Settings, engine, batcher, tokenizer, adapters and metrics of one server; `start` before use, `stop` after.
 
@@ -49,8 +64,7 @@ class Service:
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         config = settings.engine_config()
-        if config.adapters and not Path(config.adapters).is_dir():
-            raise ConfigError(f"adapters is {settings.adapters!r}; there is no such folder.", param="adapters")
+        _check_folders(config)
         self.settings = settings
         self.base_name = settings.base_name
         self.created = int(time.time())

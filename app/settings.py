@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -32,16 +33,18 @@ _SERVICE_VARIABLE = re.compile(
 
 
 # ruff: noqa: RUF009  # _key is dataclasses.field() with our metadata
-def _key(default: Any, help_text: str, *, is_bytes: bool = False) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_text, "bytes": is_bytes})
+def _key(default: Any, help_text: str, *, is_bytes: bool = False, is_path: bool = False) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text, "bytes": is_bytes, "path": is_path})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Every key of the server. The help texts are those of `punica serve --help` and of configs/default.yaml."""
 
-    model: str = _key("", "base model: a folder, or a hub id; empty takes the demo model")
-    adapters: str = _key("", "folder whose sub-folders are PEFT adapters; empty serves none (the demo brings its own)")
+    model: str = _key("", "base model: a folder, or a hub id; empty takes the demo model", is_path=True)
+    adapters: str = _key(
+        "", "folder whose sub-folders are PEFT adapters; empty serves none (the demo brings its own)", is_path=True
+    )
     served_model_name: str = _key("", "name of the base model in the API; empty takes the last part of `model`")
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8000, "port to listen on; 0 takes a free one")
@@ -66,7 +69,7 @@ class Settings:
     stall_timeout: float = _key(
         60.0, "a step longer than this, and than 10x the slowest one so far, restarts the worker"
     )
-    cache: str = _key("", "folder for converted models and tokenizers; empty takes ~/.cache/punica")
+    cache: str = _key("", "folder for converted models and tokenizers; empty takes ~/.cache/punica", is_path=True)
     log_level: LogLevel = _key("info", "least severe log lines to print")
 
     def __post_init__(self) -> None:
@@ -167,7 +170,7 @@ def _convert_variable(name: str, variable: str, raw: str) -> Any:
 
 
 def did_you_mean(name: str, spell: Callable[[str], str] = str) -> str:
-    """ " Did you mean KEY?" for what is nearly a key, else nothing. spell: how a key is written where `name` was read."""
+    """A sentence to append that names the nearest key, or "" if none is near. spell: a key as its source has it."""
     close = difflib.get_close_matches(name.lower().replace("-", "_"), all_keys(), n=1, cutoff=0.5)
     return f" Did you mean {spell(close[0])}?" if close else ""
 
@@ -196,7 +199,7 @@ def _convert(name: str, raw: Any, source: str) -> Any:
     if kind is str:
         if not isinstance(raw, str):
             raise ConfigError(f"{source} is {raw!r}; text is expected (put it in quotes).", param=name)
-        return raw
+        return os.path.expanduser(raw) if all_keys()[name].metadata["path"] else raw  # no shell saw a file's ~
     return _to_number(kind, raw, source)
 
 

@@ -6,6 +6,7 @@ end-of-sequence ids, dtype) is `EngineLayout`, reported back in `protocol.Ready`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,11 @@ SgmvBackend = Literal["auto", "cuda", "reference"]
 
 BLOCK_SIZE = 16
 """Tokens per KV block (P)."""
+
+
+def is_model_path(model: str) -> bool:
+    """Whether `model` can only mean something on this machine's disk: a hub id is "name" or "owner/name"."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

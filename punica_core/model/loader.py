@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from punica_core.config import EngineConfig
+from punica_core.config import EngineConfig, is_model_path
 from punica_core.errors import ConfigError
 from punica_core.lora.layers import LinearGroup, LoRAContext
 from punica_core.model import attention
@@ -129,7 +129,7 @@ def resolve_model_dir(model: str, on_progress: Progress = lambda what, fraction:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if is_model_path(model):
         raise ConfigError(f"model is {model!r}: there is no such folder.", param="model")
     on_progress(f"downloading {model}", 0.0)
     return _download(model)

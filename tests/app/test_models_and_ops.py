@@ -74,6 +74,27 @@ async def test_an_adapters_folder_that_is_missing_stops_the_start(make_server: M
             pass
 
 
+async def test_a_model_folder_that_is_missing_stops_the_start_before_the_engine(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        async with make_server(settings={"model": str(tmp_path / "nowhere")}, start_error=ConfigError("engine")):
+            pass
+
+
+async def test_a_hub_id_is_left_to_the_engine(make_server: MakeServer) -> None:
+    async with make_server(settings={"model": "owner/name"}) as server:
+        assert (await server.chat(model="name")).status_code == 200
+
+
+async def test_an_adapter_in_place_of_the_folder_of_adapters_is_explained(
+    make_server: MakeServer, adapters_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"an adapter itself; .* '{adapters_dir}'"):
+        async with make_server(settings={"adapters": str(adapters_dir / "sql")}):
+            pass
+
+
 async def test_a_failing_first_start_is_the_callers_and_leaves_no_engine(make_server: MakeServer) -> None:
     with pytest.raises(ConfigError, match="no weights"):
         async with make_server(start_error=ConfigError("no weights")):

@@ -158,3 +158,13 @@ def test_a_file_that_is_no_text_is_not_valid(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="is not valid YAML: 'utf-8' codec can't decode"):
         load({}, {}, file)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    file = tmp_path / "punica.yaml"
+    file.write_text("model: ~/models/small\nserved_model_name: ~name\n")
+    chosen = load({"adapters": "~/adapters"}, {"PUNICA_CACHE": "~/cache"}, file)
+    assert chosen.model == "/home/someone/models/small"
+    assert (chosen.adapters, chosen.cache) == ("/home/someone/adapters", "/home/someone/cache")
+    assert chosen.served_model_name == "~name"
