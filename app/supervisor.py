@@ -58,9 +58,9 @@ class StallClock:
         if isinstance(event, StepStarted):
             self._step_started_at = now if event.busy else None
         elif isinstance(event, Outputs) and self._step_started_at is not None:
-            self._slowest = max(self._slowest, now - self._step_started_at)
             self._step_started_at = now
         if isinstance(event, Outputs) and event.stats is not None:
+            # The worker's own figure: what passes until we read an event is no step's time.
             self._slowest = max(self._slowest, event.stats.slowest_step_seconds)
 
     def seconds_left(self, now: float) -> float:

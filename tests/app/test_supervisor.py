@@ -197,10 +197,17 @@ def test_the_stall_bound_counts_from_the_steps_start() -> None:
 def test_the_stall_bound_is_ten_times_the_slowest_step() -> None:
     stall = StallClock(30.0)
     stall.on_event(StepStarted(busy=True), now=0.0)
-    stall.on_event(Outputs([]), now=8.0)
+    stall.on_event(Outputs([], StepStats(slowest_step_seconds=8.0)), now=8.0)
     assert stall.bound == 80.0
     stall.on_event(Outputs([], StepStats(slowest_step_seconds=9.0)), now=8.1)
     assert stall.bound == 90.0
+
+
+def test_what_this_process_reads_late_is_no_slow_step() -> None:
+    stall = StallClock(30.0)
+    stall.on_event(StepStarted(busy=True), now=0.0)
+    stall.on_event(Outputs([], StepStats(slowest_step_seconds=0.1)), now=100.0)
+    assert stall.bound == 30.0
 
 
 def test_outputs_of_an_idle_engine_start_no_clock() -> None:
