@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,49 +14,72 @@ import msgspec
 
 from punica_core.protocol import Progress
 
+CLEAR_LINE = "\r\x1b[K"
 _MAX_EXAMPLES = 8
 
 
 class Spinner:
-    """Progress of long steps on stderr, one line for each step; a terminal sees it move."""
+    """Progress of long steps on stderr: a line when a step begins and one when it ends. In between a terminal shows
+    every second how long it has taken, on a line that the next one overwrites.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    period: seconds between two updates on a terminal.
+    """
+
+    def __init__(self, stream: TextIO | None = None, period: float = 1.0) -> None:
         self._stream = stream if stream is not None else sys.stderr
+        self._terminal = self._stream.isatty()
+        self._period = period
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._what = ""
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
+        if self._terminal:  # a thread, since the loop may be busy when the user looks
+            threading.Thread(target=self._keep_moving, name="spinner", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.done()
+        self._end("done in" if kind is None else "stopped after")
+        self._ended.set()
 
     def on_progress(self, progress: Progress) -> None:
-        """Show how far a step is."""
-        if progress.what != self._what:
-            self.done()
-            self._what, self._began = progress.what, time.monotonic()
-            if not self._stream.isatty():
-                print(f"{progress.what} ...", file=self._stream, flush=True)
-        if self._stream.isatty():
-            seconds = time.monotonic() - self._began
-            line = f"\r{progress.what} ... {progress.fraction:4.0%} ({seconds:.0f} s)"
-            print(line, end="", file=self._stream, flush=True)
+        """A step has begun, or goes on. Ignored once finished: the start is over, and the log tells of restarts."""
+        if progress.what != self._what and not self._ended.is_set():
+            self._end("done in")
+            with self._lock:
+                self._what, self._began = progress.what, time.monotonic()
+                self._print(f"{self._what} ...", passing=self._terminal)
 
-    def done(self) -> None:
-        """The current step has ended."""
-        if self._what:
-            seconds = time.monotonic() - self._began
-            start = "\r" if self._stream.isatty() else ""
-            print(f"{start}{self._what}: done in {seconds:.1f} s      ".rstrip(), file=self._stream, flush=True)
-            self._what = ""
+    def finish(self) -> None:
+        """The last step has ended well."""
+        self._end("done in")
+        self._ended.set()
+
+    def _end(self, how: str) -> None:
+        with self._lock:
+            if self._what:
+                self._print(f"{self._what}: {how} {time.monotonic() - self._began:.1f} s")
+                self._what = ""
+
+    def _keep_moving(self) -> None:
+        while not self._ended.wait(self._period):
+            with self._lock:
+                if self._what:
+                    self._print(f"{self._what} ... {time.monotonic() - self._began:.0f} s", passing=True)
+
+    def _print(self, text: str, passing: bool = False) -> None:
+        """passing: leave the cursor at the start, so that a log line, also of the worker, is written over the text."""
+        self._stream.write((CLEAR_LINE if self._terminal else "") + text + ("\r" if passing else "\n"))
+        self._stream.flush()
 
 
 def ready_text(names: Sequence[str], host: str, port: int) -> str:
     """Lines to paste: curl for the base and each adapter, and the OpenAI SDK. `names`: the base first."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
-    lines = [f"Ready on {url} with {names[0]} and {len(names) - 1} adapters. Try:", ""]
+    adapters = "1 adapter" if len(names) == 2 else f"{len(names) - 1} adapters"
+    lines = [f"Ready on {url} with {names[0]} and {adapters}. Try:", ""]
     lines += [_curl(url, name) for name in names[:_MAX_EXAMPLES]]
     if len(names) > _MAX_EXAMPLES:
         lines.append(f"# ... and {len(names) - _MAX_EXAMPLES} more: curl -s {url}/models")

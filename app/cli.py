@@ -133,7 +133,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         app = main_module.app_of(service)
         async with app.router.lifespan_context(app):
-            spinner.done()
+            spinner.finish()
             config = uvicorn.Config(
                 app,
                 http="httptools",

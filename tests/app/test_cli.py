@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import io
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app import cli, demo
-from app.banner import Spinner, ready_text
+from app.banner import CLEAR_LINE, Spinner, ready_text
 from app.settings import Settings, all_keys, load
 from punica_core.errors import ConfigError
 from punica_core.protocol import Progress
@@ -79,6 +80,7 @@ def test_a_wrong_value_is_one_line_without_a_traceback(capsys: pytest.CaptureFix
 def test_ready_text_has_a_line_for_each_model_and_the_address_that_was_bound() -> None:
     text = ready_text(["base", "it's"], "0.0.0.0", 4711)
     assert text.count("curl -s http://127.0.0.1:4711/v1/chat/completions") == 2
+    assert text.startswith("Ready on http://127.0.0.1:4711/v1 with base and 1 adapter. Try:")
     assert 'base_url="http://127.0.0.1:4711/v1"' in text
     curl = next(line for line in text.splitlines() if "it" in line and line.startswith("curl"))
     shell = subprocess.run(["sh", "-c", curl.replace("curl -s", "printf '%s '")], capture_output=True, text=True)
@@ -106,6 +108,56 @@ def test_progress_is_one_line_at_the_start_and_the_end_of_a_step() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading ..."
     assert [line.split(" in ")[0] for line in lines[1:]] == ["loading: done", "warming up ...", "warming up: done"]
+
+
+def failing_start(stream: io.StringIO) -> None:
+    with Spinner(stream) as spinner:
+        spinner.on_progress(Progress("loading"))
+        raise ConfigError("no weights")
+
+
+def test_a_step_that_an_error_ended_is_not_called_done() -> None:
+    stream = io.StringIO()
+    with pytest.raises(ConfigError):
+        failing_start(stream)
+    assert "loading: stopped after" in stream.getvalue()
+    assert "done" not in stream.getvalue()
+
+
+def test_progress_after_the_start_is_left_to_the_log() -> None:
+    stream = io.StringIO()
+    with Spinner(stream) as spinner:
+        spinner.finish()
+        spinner.on_progress(Progress("importing torch"))
+    assert stream.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    """A terminal that says when `count` texts were written."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._left = count
+        self.moved = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self.moved.set()
+
+
+def test_a_terminal_sees_a_step_move_and_a_log_line_never_follows_it_on_its_line() -> None:
+    terminal = Terminal(count=3)
+    with Spinner(terminal, period=0.001) as spinner:
+        spinner.on_progress(Progress("loading"))
+        assert terminal.moved.wait(30)
+        terminal.write("a line of the log\n")
+    written = terminal.getvalue()
+    assert f"{CLEAR_LINE}loading ... 0 s\r" in written
+    assert "\ra line of the log\n" in written
 
 
 def demo_program(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
