@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from openai import AsyncOpenAI
 from openai.types import Model
 
-NAME_WIDTH, TEXT_WIDTH = 14, 92
+TEXT_WIDTH = 92
 PROMPT = "Hello, Greta here. Can I get nine sleeping bags delivered to Tunis?"
 
 
@@ -45,11 +45,12 @@ async def stream(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) 
 
 def table(names: Sequence[str], answers: Sequence[str]) -> str:
     """Names on the left, wrapped answers on the right."""
+    width = max(map(len, names))
     lines: list[str] = []
     for name, answer in zip(names, answers, strict=True):
         wrapped = textwrap.wrap(" ".join(answer.split()), TEXT_WIDTH) or [""]
-        lines += [f"{'' if i else name:<{NAME_WIDTH}} │ {text}" for i, text in enumerate(wrapped)]
-        lines.append("─" * NAME_WIDTH + "─┼─" + "─" * TEXT_WIDTH)
+        lines += [f"{'' if i else name:<{width}} │ {text}" for i, text in enumerate(wrapped)]
+        lines.append("─" * width + "─┼─" + "─" * TEXT_WIDTH)
     return "\n".join(lines[:-1])
 
 
