@@ -10,6 +10,8 @@ PORT   ?= 8000
 MODEL  ?=
 ADAPTERS ?=
 ARGS   ?=
+# pip shows a bar for each download, but not when it is quiet: a log gets the quiet, a terminal the bars.
+QUIET  := $(shell test -t 2 || echo --quiet)
 
 .PHONY: serve test check fmt unit parity kernels clean help
 
@@ -52,10 +54,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing the tested versions of what Punica needs (a few minutes the first time) ..."
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e '.[demo]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing the tested versions of what Punica and its tests need ..."
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.serve
