@@ -13,6 +13,7 @@ from punica_core.config import EngineConfig, EngineLayout
 from punica_core.engine.engine import Engine
 from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
 from punica_core.engine.sampler import Sampler
+from punica_core.errors import ConfigError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
@@ -35,6 +36,7 @@ def build_engine(
 
     on_adapter_loaded is called on a reader thread whenever an adapter load has ended.
     """
+    refuse_unwired(config)
     loaded = load_model(config, on_progress)
     free_bytes = free_host_bytes()
     num_blocks = plan_memory(config, loaded, free_bytes)
@@ -55,6 +57,20 @@ def build_engine(
     sampler = Sampler(layout.vocab_size, layout.eos_token_ids, config.seed)
     runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), adapters.weights, sampler)
     return Engine(scheduler, adapters, runner), layout
+
+
+def refuse_unwired(config: EngineConfig) -> None:
+    """Raise ConfigError for keys that ask for what this worker does not do yet, rather than serve without it."""
+    if config.sgmv == "cuda":
+        raise ConfigError(
+            "sgmv is cuda, but the worker does not use the CUDA kernels yet; choose auto or reference.", param="sgmv"
+        )
+    if config.adapter_gpu_bytes:
+        raise ConfigError(
+            f"adapter_gpu_bytes is {config.adapter_gpu_bytes}, but adapters are not kept on a GPU yet; leave it at 0 "
+            "and set adapter_host_bytes.",
+            param="adapter_gpu_bytes",
+        )
 
 
 def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> EngineLayout:
