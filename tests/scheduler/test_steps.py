@@ -17,6 +17,16 @@ def test_a_sequence_generates_what_it_generates_alone() -> None:
     rig.assert_idle()
 
 
+def test_64_sequences_of_mixed_adapters_that_arrive_together_start_in_one_step() -> None:
+    rig = make_rig(num_blocks=256, num_slots=4, max_num_seqs=64, max_num_batched_tokens=512)
+    adapters = [None, *(adapter_ref(name) for name in "abcd")]
+    rig.add(*(new_sequence(i, prompt=8, adapter=adapters[i % len(adapters)]) for i in range(64)))
+    plan = rig.step()
+    assert len(plan.rows) == 64
+    assert all(row.samples for row in plan.rows)
+    assert len({row.slot for row in plan.rows}) == 5
+
+
 def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
     rig = make_rig(max_num_batched_tokens=8)
     request = new_sequence(1, prompt=20, max_tokens=2)
