@@ -16,6 +16,8 @@ from punica_core.errors import ContextLengthExceeded, InvalidRequest
 from punica_core.protocol import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
+MAX_SCORED_TOKENS = 1 << 17
+"""Prompt tokens that a request may have scored, over all its choices: each gets an entry of up to 20 alternatives."""
 
 ResultT = TypeVar("ResultT")
 
@@ -66,6 +68,8 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
     prompt_logprobs = body.logprobs if body.echo else None
     if body.max_tokens == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # the one thing for which the engine runs a prompt without generating
+    if prompt_logprobs is not None:
+        _check_scored(prompts, body.n or 1)
     for prompt in prompts:
         limit = _output_limit(
             len(prompt.ids),
@@ -78,6 +82,16 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
             _sampling(body, tokenizer.vocab_size, limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
         )
     return _job(prompts, samplings, body.n or 1)
+
+
+def _check_scored(prompts: list[Prompt], n: int) -> None:
+    scored = n * sum(len(prompt.ids) for prompt in prompts)
+    if scored > MAX_SCORED_TOKENS and n * len(prompts) > 1:
+        raise InvalidRequest(
+            f"echo with logprobs asks for those of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} are "
+            "given. Lower n or split the request.",
+            param="echo",
+        )
 
 
 async def _off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:

@@ -9,6 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from app import generation
 from punica_core.errors import AdapterInvalid, AdapterMismatch, WorkerLost
 from punica_core.protocol import NewSequence
 from tests.app.conftest import BASE, MakeServer, Server, events
@@ -197,6 +198,18 @@ async def test_echo_with_logprobs_covers_prompt_and_output(server: Server, max_t
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["top_logprobs"][:2] == [None, {"e": -0.5}]
     assert logprobs["text_offset"] == [0, 1, 2, 3][: 3 + generated]
+
+
+async def test_the_prompt_tokens_that_a_request_may_have_scored_are_bounded(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_SCORED_TOKENS", 10)
+    response = await server.complete(prompt="hello", n=3, echo=True, logprobs=1)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "echo")
+    assert "15 prompt tokens" in error["message"]
+    for harmless in ({"n": 2}, {"n": 3, "logprobs": None}, {"prompt": "a prompt that is longer"}):
+        assert (await server.complete(**{"prompt": "hello", "echo": True, "logprobs": 1} | harmless)).is_success
 
 
 async def test_echo_streams_the_prompt_first(server: Server) -> None:
