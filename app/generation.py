@@ -88,8 +88,8 @@ def _check_scored(prompts: list[Prompt], n: int) -> None:
     scored = n * sum(len(prompt.ids) for prompt in prompts)
     if scored > MAX_SCORED_TOKENS and n * len(prompts) > 1:
         raise InvalidRequest(
-            f"echo with logprobs asks for those of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} are "
-            "given. Lower n or split the request.",
+            f"echo with logprobs asks for those of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} "
+            "are given. Lower n or split the request.",
             param="echo",
         )
 
