@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
-from punica_core.config import Device, DType, EngineConfig, SgmvBackend
+from punica_core.config import Device, DType, EngineConfig, LogLevel, SgmvBackend
 from punica_core.errors import ConfigError
 
-LogLevel = Literal["debug", "info", "warning", "error"]
 ENV_PREFIX = "PUNICA_"
 
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

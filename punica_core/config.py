@@ -16,6 +16,7 @@ from punica_core.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SgmvBackend = Literal["auto", "cuda", "reference"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 BLOCK_SIZE = 16
 """Tokens per KV block (P)."""
@@ -42,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: reuse KV blocks of equal prefixes of the same adapter and tenant.
     sgmv: how LoRA is computed: "auto" takes CUDA kernels on a GPU, "reference" plain torch.
     seed: seeds the noise of requests that bring no seed of their own.
+    log_level: least severe log lines that the worker prints.
     """
 
     model: str
@@ -59,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     sgmv: SgmvBackend = "auto"
     seed: int = 0
+    log_level: LogLevel = "info"
 
     def validate(self) -> None:
         """Raise `ConfigError` for the first value that cannot work."""

@@ -164,6 +164,7 @@ class Loop:
 
 def _serve(channel: Channel) -> None:
     config = channel.receive_configuration()
+    logging.getLogger().setLevel(config.log_level.upper())
     config.validate()
     engine, layout = _build(channel, config)
     channel.send(protocol.Ready(layout))
