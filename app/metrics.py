@@ -124,10 +124,13 @@ class Metrics(Collector):
         self.worker_up = False
 
     def render(self) -> bytes:
-        """The text exposition. Forgets names that no longer exist."""
+        """The text exposition. Forgets names that no longer exist.
+
+        May run on another thread than the rest: what it reads of a dict, it copies in one go.
+        """
         known = set(self._known_names())
-        for name in [name for name in self._models if name not in known]:
-            del self._models[name]
+        for name in [name for name in list(self._models) if name not in known]:
+            self._models.pop(name, None)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

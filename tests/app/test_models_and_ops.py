@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,13 @@ async def test_totals_outlive_the_worker(server: Server) -> None:
     assert found["punica_preemptions_total",] == 8
     assert found["punica_worker_restarts_total",] == 1
     assert found["punica_worker_up",] == 1
+
+
+async def test_metrics_are_put_together_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    service = server.service
+    render = service.metrics.render
+    monkeypatch.setattr(service.metrics, "render", lambda: (threads.append(threading.get_ident()), render())[1])
+    assert (await server.http.get("/metrics")).is_success
+    assert threads
+    assert threading.get_ident() not in threads
