@@ -113,7 +113,8 @@ class Metrics(Collector):
 
     def on_idle(self) -> None:
         """Nothing runs: the gauges of running and waiting sequences are 0 whatever the last report said."""
-        if self._engine.running or self._engine.waiting:
+        # reasons stand alone where all that waited was cancelled after the step that noted them
+        if self._engine.running or self._engine.waiting or self._engine.waiting_by_reason:
             self._engine = msgspec.structs.replace(self._engine, running=0, waiting=0, waiting_by_reason={})
 
     def on_worker_lost(self) -> None:

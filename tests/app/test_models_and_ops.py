@@ -189,6 +189,14 @@ async def test_engine_numbers_come_from_its_reports(server: Server) -> None:
     assert idle["punica_running",] == idle["punica_waiting",] == 0
 
 
+async def test_reasons_to_wait_are_gone_when_nothing_waits(server: Server) -> None:
+    # all that waited was cancelled after the step that noted why
+    server.engine.emit(Outputs([], StepStats(waiting_by_reason={"adapter_no_room": 15})))
+    assert (await metrics_of(server))["punica_waiting_by_reason", "adapter_no_room"] == 15
+    server.engine.emit(StepStarted(busy=False))
+    assert ("punica_waiting_by_reason", "adapter_no_room") not in await metrics_of(server)
+
+
 async def test_totals_outlive_the_worker(server: Server) -> None:
     server.engine.emit(Outputs([], StepStats(preemptions=7)))
     server.engine.lose()
