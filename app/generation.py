@@ -50,6 +50,7 @@ async def chat_job(body: ChatRequest, tokenizer: Tokenizer, max_model_len: int) 
             continue_final_message=bool(body.continue_final_message),
             variables=body.chat_template_kwargs,
         )
+        _check_hopeless(text, tokenizer, max_model_len, "messages")
         return tokenizer.encode(text, add_special_tokens=False)
 
     size = sum(len(message["content"] or "") for message in messages)
@@ -63,7 +64,7 @@ async def chat_job(body: ChatRequest, tokenizer: Tokenizer, max_model_len: int) 
 async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
     """Tokenize the prompts of a completion. Raises InvalidRequest or ContextLengthExceeded."""
     size = sum(map(len, body.prompts))
-    prompts = await _off_loop_if_large(size, lambda: _completion_prompts(body, tokenizer))
+    prompts = await _off_loop_if_large(size, lambda: _completion_prompts(body, tokenizer, max_model_len))
     samplings = []
     prompt_logprobs = body.logprobs if body.echo else None
     if body.max_tokens == 0 and prompt_logprobs is None:
@@ -98,16 +99,27 @@ async def _off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
     return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
 
 
-def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
+def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> list[Prompt]:
     prompts = []
     for given in body.prompts:
         if isinstance(given, str):
+            _check_hopeless(given, tokenizer, max_model_len, "prompt")
             prompts.append(Prompt(tokenizer.encode(given, add_special_tokens=True), given))
         else:
             _check_ids(given, tokenizer.vocab_size, "prompt")
             text = tokenizer.decode(given, skip_special_tokens=False) if body.echo else ""
             prompts.append(Prompt(given, text))
     return prompts
+
+
+def _check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest > max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens. However, {field} has {len(text)} "
+            f"characters, which are at least {fewest} tokens (context_length_exceeded).",
+            param=field,
+        )
 
 
 def _check_ids(ids: list[int], vocab_size: int, field: str) -> None:

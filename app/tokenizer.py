@@ -40,6 +40,7 @@ class Tokenizer:
         self._byte_level = isinstance(rust.decoder, decoders.ByteLevel)
         self._pieces = self._piece_table()
         self._plain_pieces = [b"" if token in self._special_ids else piece for token, piece in enumerate(self._pieces)]
+        self._longest_piece = max(map(len, self._pieces), default=0)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, template: str | None = None) -> Tokenizer:
@@ -93,6 +94,15 @@ class Tokenizer:
             return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         # costs more to begin with, but releases the GIL
         return self._rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of what `encode` gives for a text, without tokenizing it: hopelessly long ones take half a
+        minute. 0 where nothing can be said."""
+        if not self._byte_level or not self._longest_piece:
+            return 0
+        # byte-level tokens cover every byte; normal forms compose up to four characters into one
+        characters = len(text) if self._rust.normalizer is None else len(text) // 4
+        return characters // self._longest_piece
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids at once."""
