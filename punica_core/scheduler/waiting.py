@@ -11,6 +11,9 @@ from punica_core.scheduler.sequence import Sequence
 
 _Queue = list[Sequence]
 
+_MAX_IDLE = 64
+"""Idle tenants remembered before those without a debt are looked for."""
+
 
 class WaitingQueue:
     """Waiting sequences of all tenants, in queues by tenant and adapter so that a pass costs the queues it meets.
@@ -52,6 +55,14 @@ class WaitingQueue:
             del self._unfinished[tenant]
         if not self._unfinished:
             self._served.clear()
+        elif len(self._served) > 2 * len(self._unfinished) + _MAX_IDLE:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Drop idle tenants that owe nothing: the lowest active counter never falls, and they would start at it."""
+        floor = min(self._served[tenant] for tenant in self._unfinished)
+        for tenant in [t for t, served in self._served.items() if served <= floor and t not in self._unfinished]:
+            del self._served[tenant]
 
     def charge(self, tenant: str, service: float) -> None:
         """The tenant got this much service."""

@@ -68,6 +68,29 @@ def test_a_tenant_cannot_shed_its_debt_by_a_short_absence() -> None:
     assert order(queue) == [1, 0]
 
 
+def test_idle_tenants_are_forgotten_once_they_owe_nothing() -> None:
+    queue, _sequences = waiting("stays")
+    for number in range(1000):
+        queue.enter(f"guest {number}")
+        queue.charge(f"guest {number}", 1)
+        queue.charge("stays", 2)
+        queue.leave(f"guest {number}")
+    assert len(queue._served) < 100
+
+
+def test_a_debt_is_kept_however_many_tenants_come_and_go() -> None:
+    queue, sequences = waiting("a", "b")
+    queue.charge("a", 100)
+    queue.remove(sequences[0])
+    queue.leave("a")
+    for number in range(1000):
+        queue.enter(f"guest {number}")
+        queue.leave(f"guest {number}")
+    queue.enter("a")
+    queue.push(sequences[0])
+    assert order(queue) == [1, 0]
+
+
 def waiting_for_adapters(*names: str) -> WaitingQueue:
     queue = WaitingQueue()
     for serial, name in enumerate(names):
