@@ -23,6 +23,8 @@ ModelShapes = Mapping[str, tuple[int, int]]
 """Module path in the base model (`model.layers.0.self_attn.q_proj`) → (in_features, out_features)."""
 
 MAX_PATH_LENGTH = 160
+MAX_LOOKUPS = 4_000_000
+"""Modules times patterns: a few seconds of a reader thread that holds the GIL."""
 SAMPLES = 3
 
 _PEFT_PREFIX = "base_model.model."
@@ -111,6 +113,12 @@ def build_manifest(settings: LoraSettings, tensors: Mapping[str, TensorEntry]) -
             raise AdapterInvalid(f"{shorten(pair[role].name)!r} and {shorten(name)!r} are both the {role} of {path!r}.")
         pair[role] = entry
     _check_orphans(halves)
+    lookups = len(halves) * settings.num_patterns
+    if lookups > MAX_LOOKUPS:
+        raise AdapterTooLarge(
+            f"{len(halves)} modules and {settings.num_patterns} entries of rank_pattern and alpha_pattern are "
+            f"{lookups} comparisons; at most {MAX_LOOKUPS} are made."
+        )
     modules = {path: _module(settings, path, halves[path]) for path in sorted(halves)}
     return AdapterManifest(settings.lora_alpha, settings.use_rslora, MappingProxyType(modules))
 

@@ -39,6 +39,10 @@ class LoraSettings:
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
 
+    @property
+    def num_patterns(self) -> int:
+        return len(self.rank_pattern) + len(self.alpha_pattern)
+
     def rank_of(self, path: str) -> int:
         """lora_rank of the module at `path` (its name in the base model)."""
         return _first_match(self.rank_pattern, path, self.lora_rank)

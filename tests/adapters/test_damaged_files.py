@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from punica_core.adapters.format import ModelShapes
-from punica_core.adapters.header import parse_header
+from punica_core.adapters.format import ModelShapes, build_manifest
+from punica_core.adapters.header import TensorEntry, parse_header
+from punica_core.adapters.peft_config import parse_config
 from punica_core.errors import AdapterInvalid, AdapterTooLarge
 from tests.support.adapter_loading import refusal
 
@@ -87,6 +88,16 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     header = json.dumps({str(index): {} for index in range(3)}).encode()
     with pytest.raises(AdapterTooLarge, match="3 tensors; at most 2"):
         parse_header(header, len(header) + 8, "file")
+
+
+def test_too_many_patterns_for_so_many_modules_are_refused() -> None:
+    patterns = {f"layers.{index}.other": 8 for index in range(4000)}
+    settings = parse_config(
+        json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": patterns}).encode()
+    )
+    names = [f"m{index}.lora_{half}.weight" for index in range(1001) for half in "AB"]
+    with pytest.raises(AdapterTooLarge, match="1001 modules and 4000 entries"):
+        build_manifest(settings, {name: TensorEntry(name, "F32", (1, 1), 0, 4) for name in names})
 
 
 class Marker:
