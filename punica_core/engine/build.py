@@ -61,6 +61,12 @@ def build_engine(
 
 def refuse_unwired(config: EngineConfig) -> None:
     """Raise ConfigError for keys that ask for what this worker does not do yet, rather than serve without it."""
+    if config.device == "cuda":
+        raise ConfigError(
+            "device is cuda, but this version serves on the CPU only; choose auto or cpu. The CUDA kernels can be used "
+            "as a library (docs/library.md).",
+            param="device",
+        )
     if config.sgmv == "cuda":
         raise ConfigError(
             "sgmv is cuda, but the worker does not use the CUDA kernels yet; choose auto or reference.", param="sgmv"

@@ -61,7 +61,7 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, on_progress: Progress = lambda what, fraction: None) -> LoadedModel:
     """Load `config.model`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
-    device = resolve_device(config)
+    device = torch.device("cpu")  # refuse_unwired has refused any other
     if device.type == "cpu":
         logger.info("torch uses %d threads", limit_threads())
     model_dir = resolve_model_dir(config.model, on_progress)
@@ -104,14 +104,6 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
         lora=context,
         base_bytes=parameter_bytes(model),
     )
-
-
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The device asked for; "auto" is a GPU if there is one. Raises `ConfigError` if it is absent."""
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError("device is cuda, but torch finds no NVIDIA GPU; use cpu.", param="device")
-    return torch.device("cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu) else "cpu")
 
 
 def resolve_dtype(config: EngineConfig, hf_config: Any, device: torch.device) -> torch.dtype:
