@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tokenizers import normalizers
 
 from app.api_errors import STATUS_BY_CODE
 from app.schemas import ChatRequest, CompletionRequest
-from app.tokenizer import Tokenizer
 from punica_core.errors import ConfigError, InternalError, PunicaError
 from tests.app.conftest import BASE, MakeServer, Server
-from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer
 
 CHAT: dict[str, Any] = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -204,38 +201,6 @@ async def test_a_prompt_that_fills_the_context_alone_is_what_the_error_names(mak
         "messages", "prompt", "prompt",
     ]  # fmt: skip
     assert "100 in the prompt, at least 1 in the output" in completion.json()["error"]["message"]
-
-
-async def test_a_hopelessly_long_text_is_refused_without_being_tokenized(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenized: list[int] = []
-    encode = Tokenizer.encode
-
-    def counted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokenized.append(len(text))
-        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "encode", counted)
-    async with make_server(max_model_len=40) as server:
-        text = "x" * 1000  # the longest token has 13 bytes
-        completion = await server.complete(prompt=text)
-        chat = await server.chat(messages=[{"role": "user", "content": text}])
-        hopeful = await server.complete(prompt="x" * 45)
-    for response, field in ((completion, "prompt"), (chat, "messages"), (hopeful, "prompt")):
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert response.json()["error"]["param"] == field
-    assert tokenized == [45]
-
-
-@pytest.mark.parametrize("text", ["", "x", "<|endoftext|>" * 50, "é" * 50, "a\u0301" * 50, " " * 99])
-@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
-def test_the_fewest_tokens_of_a_text_are_never_more_than_it_has(text: str, normalizer: Any) -> None:
-    rust = byte_level_tokenizer()
-    rust.normalizer = normalizer
-    tokenizer = Tokenizer(rust, BYTE_LEVEL_VOCAB, {}, None)
-    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def test_the_documentation_names_every_field_and_code() -> None:
