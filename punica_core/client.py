@@ -207,10 +207,15 @@ class WorkerClient:
             await asyncio.gather(self._pump, return_exceptions=True)
 
     def kill(self) -> None:
-        """Kill the worker process now (a stalled worker cannot be asked); `on_lost` follows."""
+        """Kill the worker process now (a stalled worker cannot be asked); `on_lost` follows.
+
+        It follows also if a hung driver keeps the process alive, since our end of the socket is closed.
+        """
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, 9)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.transport.abort()
 
 
 def _parts(sequences: Sequence[protocol.NewSequence]) -> Iterator[list[protocol.NewSequence]]:

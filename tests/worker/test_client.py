@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 
 import pytest
 
 from punica_core import client, protocol
 from punica_core.client import WorkerClient
-from punica_core.config import EngineConfig
-from punica_core.errors import WorkerLost
+from punica_core.config import EngineConfig, EngineLayout
+from punica_core.errors import PunicaError, WorkerLost
 
 
 class Frames:
@@ -77,3 +79,40 @@ async def test_nonsense_during_the_start_is_a_lost_worker(said: str) -> None:
     with pytest.raises(WorkerLost, match="could not be read"):
         await starting.start(EngineConfig(model="m"), lambda progress: None)
     await starting.stop()
+
+
+LAYOUT = EngineLayout(
+    model_dir="m",
+    architecture="a",
+    device="cpu",
+    dtype="float32",
+    vocab_size=1,
+    eos_token_ids=(),
+    max_model_len=1,
+    num_blocks=1,
+)
+
+
+async def test_a_killed_worker_that_does_not_die_is_lost_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = protocol.encode(protocol.Ready(LAYOUT))
+    program = (
+        "import socket, sys, time; connection = socket.socket(fileno=int(sys.argv[2])); "
+        f"connection.sendall(bytes.fromhex({ready.hex()!r})); time.sleep(60)"
+    )
+    losses: list[PunicaError] = []
+    immortal = WorkerClient((sys.executable, "-c", program))
+    immortal.set_handlers(lambda event: None, losses.append)
+    await immortal.start(EngineConfig(model="m"), lambda progress: None)
+    really_kill = os.kill
+    monkeypatch.setattr(client, "EXIT_SECONDS", 0.05)
+    monkeypatch.setattr(client.os, "kill", lambda pid, number: None)
+    immortal.kill()
+    async with asyncio.timeout(5):
+        while not losses:
+            await asyncio.sleep(0.01)
+    assert isinstance(losses[0], WorkerLost)
+    assert "cannot be killed" in losses[0].message
+    monkeypatch.undo()
+    assert immortal.pid is not None
+    really_kill(immortal.pid, 9)
+    await immortal.stop()
