@@ -55,6 +55,8 @@ def app_of(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="Punica",
+        docs_url=None,  # these pages load scripts from elsewhere; /openapi.json has it all
+        redoc_url=None,
         version=version(),
         lifespan=lifespan,
         middleware=[Middleware(RequestEnvelope)],
