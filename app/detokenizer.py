@@ -70,9 +70,13 @@ class WindowDetokenizer:
         self._given = len(decode(self._ids)) if self._ids else 0  # characters of the window's text given out
 
     def push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
+        # One by one: several that end inside a character can pass the end of one before and still be held.
+        return "".join(map(self._push, ids))
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
         text = self._decode(self._ids[self._prefix :])
-        held = text.endswith(REPLACEMENT) and len(self._ids) - self._read <= _MAX_HELD + len(ids)
+        held = text.endswith(REPLACEMENT) and len(self._ids) - self._read <= _MAX_HELD
         if held:
             text = text.rstrip(REPLACEMENT)
         piece = text[self._given :]

@@ -46,6 +46,12 @@ def test_characters_are_never_split(tokenizer: Tokenizer, text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces_of(tokenizer, ids))
 
 
+def test_many_bytes_at_once_that_end_inside_a_character_are_held() -> None:
+    text = "0000" + "\x80" * 4 + "\U00010000" * 3 + "\x80" + "\U00010000" * 2
+    ids = SENTENCEPIECE.encode(text, add_special_tokens=True)
+    assert "".join(pieces_of(SENTENCEPIECE, ids, 5)) == SENTENCEPIECE.decode(ids)
+
+
 def test_a_character_that_is_cut_off_shows_at_the_end_only() -> None:
     ids = BYTE_LEVEL.encode("ab😀", add_special_tokens=False)[:-1]
     assert pieces_of(BYTE_LEVEL, ids) == ["a", "b", "", "", "", "\ufffd"]
