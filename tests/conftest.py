@@ -28,11 +28,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def nvcc() -> str:
-    """Path of the CUDA compiler. Skips without one, unless PUNICA_TESTS_REQUIRE names it."""
+    """Path of the CUDA compiler. Skips without one, unless TESTS_REQUIRE names it."""
     path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if path is None:
         reason = "needs nvcc (the CUDA toolkit's compiler), which is not on PATH"
-        if "nvcc" in os.environ.get("PUNICA_TESTS_REQUIRE", "").split(","):
+        if "nvcc" in os.environ.get("TESTS_REQUIRE", "").split(","):
             pytest.fail(reason)
         pytest.skip(reason)
     return path
