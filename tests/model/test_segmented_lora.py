@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from punica_core import ops
 from punica_core.lora.layers import LinearGroup, StepLoRA
 from punica_core.lora.plan import Segment, build_segments
 from punica_core.lora.segmented import SegmentedLoRA
-from punica_core.lora.tables import ModuleWeights
+from punica_core.lora.segments import SegmentPlan
+from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, num_module_elements
 from punica_core.lora.weights import AdapterWeights
 
 GROUPS = (LinearGroup(0, ("q", "k", "v"), 24, (24, 8, 8)), LinearGroup(1, ("o",), 24, (24,)))
@@ -77,6 +80,35 @@ def test_every_row_gets_its_own_adapter(group: LinearGroup, runs: tuple[tuple[in
     wanted = expected(group, x, y, segments)
     got = y.clone()
     step_of(segments).add(group, x, got)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(got, y)
+
+
+def sgmv(group: LinearGroup, x: torch.Tensor, y: torch.Tensor, row_slots: list[int]) -> None:
+    """What the SGMV op, which is the specification, adds to y."""
+    modules = [
+        {index: adapter.modules[path] for index, path in enumerate(group.paths) if path in adapter.modules}
+        for adapter in ADAPTERS
+    ]
+    arena = Arena(sum(num_module_elements(m) for of_slot in modules for m in of_slot.values()), dtype=torch.float32)
+    tables = AdapterTables(len(group.paths), len(ADAPTERS))
+    for slot, of_slot in enumerate(modules):
+        tables.write(slot, of_slot, arena)
+    plan = SegmentPlan(len(row_slots), max_rank=64)
+    plan.set_rows(np.array(row_slots, np.int32), tables.slot_rank)
+    scratch = torch.empty(len(row_slots) * 64 * len(group.paths))
+    table = tables.group(0, len(group.paths))
+    ops.lora_apply(y, x, scratch, arena.buffer, table, plan.plan, list(group.out_features), 64)
+
+
+@pytest.mark.parametrize("runs", MIXES)
+@pytest.mark.parametrize("group", GROUPS, ids=["qkv", "o"])
+def test_it_equals_the_sgmv_op(group: LinearGroup, runs: tuple[tuple[int, int], ...]) -> None:
+    row_slots = [slot for slot, count in runs for _ in range(count)]
+    x, y = torch.randn(len(row_slots), 24), torch.randn(len(row_slots), sum(group.out_features))
+    wanted, got = y.clone(), y.clone()
+    sgmv(group, x, wanted, row_slots)
+    step_of(segments_of(*runs)).add(group, x, got)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(got, y)
 
