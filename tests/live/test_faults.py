@@ -75,7 +75,8 @@ def test_a_client_that_leaves_frees_its_sequence(demo_server: LiveServer) -> Non
         json={"model": "base", "prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True},
         timeout=60,
     ) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: a dropped iterator closes the connection
+        next(lines)
         wait_for(lambda: demo_server.metric("punica_running") == 1, 10, "the stream runs")
     wait_for(lambda: idle(demo_server), 5, "the sequence of a vanished client ends")
 
