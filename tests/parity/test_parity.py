@@ -13,6 +13,9 @@ from openai import AsyncOpenAI
 from tests.support.demo import ADAPTERS, adapter_names, demo_model, peft_answers, prompts
 from tests.support.server import LiveServer, serve
 
+# PEFT asks transformers for it; neither is ours to change.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 MAX_TOKENS = 40
 BASE = "base"
 
