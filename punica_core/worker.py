@@ -8,6 +8,7 @@ ignored, since they reach the whole process group and it is the front end that d
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import queue
@@ -173,8 +174,11 @@ def _serve(channel: Channel) -> None:
 
 def _build(channel: Channel, config: EngineConfig) -> tuple[Engine, EngineLayout]:
     channel.send(protocol.Progress("importing torch", 0.0))
+    gc.disable()  # what an import makes lives for ever: looking through it again and again takes a second or two
     from punica_core.engine.build import build_engine  # imports torch: after the first sign of life
 
+    gc.freeze()
+    gc.enable()
     return build_engine(
         config, lambda what, fraction: channel.send(protocol.Progress(what, fraction)), channel.wake.set
     )
