@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -21,10 +22,13 @@ from punica_core.errors import (
     EngineError,
     EngineRestarting,
     InternalError,
+    InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
+    PermissionDenied,
     PunicaError,
     QueueFull,
+    RateLimited,
     RequestError,
     RequestTooLarge,
     WorkerLost,
@@ -36,12 +40,15 @@ STATUS_BY_CODE: dict[str, int] = {
     RequestTooLarge.code: 413,
     ContextLengthExceeded.code: 400,
     ModelNotFound.code: 404,
+    InvalidApiKey.code: 401,
+    PermissionDenied.code: 403,
     AdapterError.code: 400,
     **{kind.code: 400 for kind in AdapterError.__subclasses__()},
     AdapterChanged.code: 503,  # what may be over at the next attempt is what SDKs should retry
     AdapterLoadTimeout.code: 503,
     CapacityError.code: 503,
     QueueFull.code: 429,
+    RateLimited.code: 429,
     Draining.code: 503,
     EngineRestarting.code: 503,
     EngineError.code: 500,
@@ -50,7 +57,7 @@ STATUS_BY_CODE: dict[str, int] = {
 }
 """Statuses of the error tree; a code that is missing here is a 500."""
 
-_TYPE_BY_STATUS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPE_BY_STATUS = {403: "permission_error", 404: "not_found_error"}
 _TYPE_BY_STATUS |= {429: "rate_limit_error", 503: "service_unavailable_error"}
 _MAX_MESSAGE = 2000
 
@@ -70,9 +77,12 @@ def error_body(error: PunicaError) -> bytes:
 
 
 def error_response(error: PunicaError, *, retry_after: int = 1) -> Response:
-    """The response for `error`; 429 and 503 carry `Retry-After` (seconds)."""
+    """The response for `error`; 429 and 503 carry `Retry-After` (seconds), 401 `WWW-Authenticate`."""
     status = STATUS_BY_CODE.get(error.code, 500)
-    headers = {"retry-after": str(retry_after)} if status in (429, 503) else None
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if status in (429, 503):
+        seconds = math.ceil(error.retry_after) if isinstance(error, RateLimited) else retry_after
+        headers["retry-after"] = str(max(1, seconds))
     return Response(error_body(error), status_code=status, media_type="application/json", headers=headers)
 
 

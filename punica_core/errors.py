@@ -5,7 +5,9 @@ PunicaError
 │   ├── InvalidRequest              a field has a wrong type or value
 │   ├── RequestTooLarge             the body exceeds the configured size
 │   ├── ContextLengthExceeded       prompt + max_tokens do not fit max_model_len
-│   └── ModelNotFound               no base model or adapter of that name
+│   ├── ModelNotFound               no base model or adapter of that name
+│   ├── InvalidApiKey               no key was given, or none of ours (HTTP 401)
+│   └── PermissionDenied            the key is known, but not for this (HTTP 403)
 ├── AdapterError                    an adapter exists but cannot be served
 │   ├── AdapterInvalid              its files are damaged or inconsistent
 │   ├── AdapterUnsupported          its files are sound, but use something that is not supported
@@ -15,6 +17,7 @@ PunicaError
 │   └── AdapterLoadTimeout          reading its files made no progress: try again later
 ├── CapacityError                   try again later (HTTP 429 / 503)
 │   ├── QueueFull                   the admission queue is full
+│   ├── RateLimited                 a limit of the caller's key is used up
 │   ├── EngineRestarting            the worker was lost and a new one is being started
 │   └── Draining                    the server is shutting down
 ├── EngineError                     our fault (HTTP 5xx)
@@ -61,6 +64,14 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class InvalidApiKey(RequestError):
+    code = "invalid_api_key"
+
+
+class PermissionDenied(RequestError):
+    code = "permission_denied"
+
+
 class AdapterError(PunicaError):
     code = "adapter_error"
 
@@ -95,6 +106,16 @@ class CapacityError(PunicaError):
 
 class QueueFull(CapacityError):
     code = "queue_full"
+
+
+class RateLimited(CapacityError):
+    """retry_after: seconds until the same request would be admitted."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
 
 
 class EngineRestarting(CapacityError):
