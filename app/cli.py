@@ -73,7 +73,7 @@ def _add_serve(commands: Any, connect: Connect) -> None:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this installation on this machine")
-    bench.add_argument("name", help="cpu, frontend, kernels or scheduler (see its --help)")
+    bench.add_argument("name", help="serve, throughput, decode, cpu, frontend, kernels or scheduler (see its --help)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
     bench.set_defaults(run=_bench)
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from app.bench import cpu, frontend
+from app.bench import cpu, frontend, serve
 
 WORKER_BENCHMARKS = {
     "kernels": "the CUDA kernels beside cuBLAS loops and gather + bmm (needs a GPU)",
+    "decode": "steady-state decode steps by batch and popularity of adapters",
+    "throughput": "a whole workload through the engine, adapters by popularity",
     "scheduler": "what the scheduler's decisions cost",
 }
 """Benchmarks that live in `punica_core.bench`, since they need what the front end must not import."""
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, benchmark, text in (
         ("cpu", cpu, "our server beside Hugging Face and PEFT generate"),
         ("frontend", frontend, "the HTTP front end with a worker that computes nothing"),
+        ("serve", serve, "load over HTTP on any OpenAI-compatible server"),
     ):
         sub = names.add_parser(name, help=text, description=benchmark.__doc__)
         benchmark.add_flags(sub)

@@ -21,11 +21,11 @@ from typing import IO, Any
 import msgspec
 
 from app import demo
-from app.bench import record
 from app.bench.load import run_load
 from app.bench.process import Tree, python_server, resident_bytes
-from app.bench.workload import PlannedRequest, Workload
 from app.settings import Settings
+from punica_core.bench import record
+from punica_core.bench.workload import PlannedRequest, Workload
 from punica_core.errors import ConfigError
 
 BASE = ""

@@ -19,13 +19,13 @@ import msgspec
 import uvloop
 
 from app import demo
-from app.bench import record
 from app.bench.process import Tree, cpu_seconds, python_server
 from app.bench.raw_client import round_trips, stream_all
 from app.bench.stream import Outcome
-from app.bench.summary import percentiles
-from app.bench.workload import PlannedRequest, Workload
 from app.settings import Settings
+from punica_core.bench import record
+from punica_core.bench.latency import percentiles
+from punica_core.bench.workload import PlannedRequest, Workload
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

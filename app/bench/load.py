@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.bench.stream import Outcome, complete
-from app.bench.workload import PlannedRequest
+from punica_core.bench.workload import PlannedRequest
 
 LAG_INTERVAL = 0.1
 """Seconds between two looks at how late the client itself is."""

@@ -13,7 +13,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from app.bench.stream import Outcome, body_of, scan_end
-from app.bench.workload import PlannedRequest
+from punica_core.bench.workload import PlannedRequest
 
 _EVENT = b"data: "
 _END = b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 
-from app.bench.workload import PlannedRequest
+from punica_core.bench.workload import PlannedRequest
 
 _EVENT = b"data: "
 _DONE = b"data: [DONE]"
@@ -62,17 +62,17 @@ class _UsageChunk(msgspec.Struct):
 
 
 def body_of(request: PlannedRequest) -> bytes:
-    """The request's JSON: a greedy completion of exactly max_tokens tokens."""
+    """The request's JSON: a greedy completion. `ignore_eos` is only sent if it is wanted: not every server knows it."""
     return msgspec.json.encode(
         {
             "model": request.model,
-            "prompt": request.prompt_ids,
+            "prompt": request.text or request.prompt_ids,
             "max_tokens": request.max_tokens,
             "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        | ({"ignore_eos": True} if request.ignore_eos else {})
     )
 
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from app.bench.load import Run
 from app.bench.stream import Outcome
-
-PERCENTILES: Final = (50, 90, 99)
+from punica_core.bench.latency import percentiles
 
 BUSY_CLIENT: Final = 0.9
 LATE_CLIENT_MS: Final = 50.0
 """Share of one core, and lateness of its timers at p99, above which the client may be what limits the figures."""
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds of values in seconds; None of no values."""
-    if not values:
-        return None
-    milliseconds = np.asarray(values) * 1e3
-    found = {f"p{p}": float(np.percentile(milliseconds, p)) for p in PERCENTILES}
-    return {"mean": float(milliseconds.mean()), **found, "max": float(milliseconds.max())}
 
 
 def summarize(run: Run) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.bench.load import Run, check_loopback, run_load
-from app.bench.workload import PlannedRequest
+from punica_core.bench.workload import PlannedRequest
 
 URL = "http://127.0.0.1:1"
 
@@ -86,6 +86,14 @@ def test_the_request_asks_for_exactly_the_planned_tokens() -> None:
     (body,) = bodies
     assert body["prompt"] == [5, 6, 7]
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m0", 3, True, True)
+
+
+def test_a_text_prompt_and_a_free_length_are_sent_as_such() -> None:
+    bodies: list[dict[str, object]] = []
+    asked = [PlannedRequest("m", (5, 6), 3, text="the of", ignore_eos=False)]
+    load(asked, lambda request: bodies.append(json.loads(request.content)) or Stream(*WHOLE))  # type: ignore[func-returns-value]
+    assert bodies[0]["prompt"] == "the of"
+    assert "ignore_eos" not in bodies[0]
 
 
 @pytest.mark.parametrize(

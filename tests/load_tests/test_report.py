@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from app.bench.load import Run
+from app.bench.scenario import Models, Scenario, add_flags, load_scenario
+from app.bench.serve import add_flags as serve_flags
+from app.bench.serve import main as serve_main
+from app.bench.serve import served_models
 from app.bench.stream import Outcome
-from app.bench.summary import percentiles, summarize
-from load_tests.run import main
-from load_tests.scenario import Scenario, add_flags, load_scenario
+from app.bench.summary import summarize
+from punica_core.bench.latency import percentiles
 from tests.load_tests.test_load import WHOLE
 
 
@@ -91,12 +95,21 @@ def test_a_remote_server_can_be_allowed() -> None:
 @pytest.mark.parametrize("file", sorted(Path("load_tests/scenarios").glob("*.yaml")), ids=lambda file: file.stem)
 def test_shipped_scenarios_make_a_plan(file: Path) -> None:
     scenario = load_scenario(file, parsed())
-    assert len(scenario.workload(["base", "a", "b", "c", "d"]).plan()) == scenario.requests
+    models = Models("base", ("a", "b", "c", "d"))
+    for popularity in scenario.popularities:
+        assert len(scenario.workload(popularity, models).plan()) == scenario.requests
+
+
+def test_base_asks_for_no_adapter_and_the_others_for_nothing_else() -> None:
+    scenario, models = Scenario(requests=9, popularity="base, distinct"), Models("m", ("a", "b", "c"))
+    asked = {name: {r.model for r in scenario.workload(name, models).plan()} for name in scenario.popularities}
+    assert asked == {"base": {"m"}, "distinct": {"a", "b", "c"}}
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send(b'{"data":[{"id":"base"},{"id":"a"}]}', "application/json")
+        listed = [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}, {"id": "b", "parent": "m"}]
+        self._send(json.dumps({"data": listed}).encode(), "application/json")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -126,25 +139,46 @@ def server_url() -> Iterator[str]:
         thread.join()
 
 
-def test_the_command_writes_json_and_a_picture(
+def serve(*flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    serve_flags(parser)
+    return serve_main(parser.parse_args(flags))
+
+
+def test_the_command_writes_json_and_a_picture_of_each_run(
     server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "report"
-    flags = ["--base-url", server_url, "--requests", "6", "--clients", "2", "--out", str(out)]
-    assert main(flags) == 0
+    flags = ["--base-url", server_url, "--requests", "6", "--clients", "2", "--popularity", "base,distinct", "--warmup"]
+    assert serve(*flags, "--out", str(out)) == 0
     report = json.loads(out.with_suffix(".json").read_text())
-    assert report["summary"]["completed"] == 6
-    assert set(report["summary"]["by_model"]) == {"base", "a"}
+    assert {name: summary["completed"] for name, summary in report["runs"].items()} == {"base": 6, "distinct": 6}
+    assert report["runs"]["base"]["by_model"] == {"m": 6}
+    assert report["runs"]["distinct"]["by_model"] == {"a": 3, "b": 3}
     assert report["scenario"]["clients"] == 2
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "6 of 6 requests completed" in capsys.readouterr().out
+    for name in ("base", "distinct"):
+        assert (tmp_path / "deep" / f"report-{name}.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "6 of 6 requests completed" in printed
+    assert sum(line.startswith(("| base | ", "| distinct | ")) for line in printed.splitlines()) == 2
 
 
 def test_failed_requests_are_an_exit_code_and_a_line(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--base-url", server_url, "--models", "missing", "--requests", "2"]) == 1
+    assert serve("--base-url", server_url, "--models", "missing", "--requests", "2") == 1
     assert "http_404: 2" in capsys.readouterr().out
 
 
+def test_a_warm_up_that_fails_is_not_measured_over(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("--base-url", server_url, "--models", "a,missing", "--requests", "2", "--warmup") == 2
+    assert "'missing' ended with http_404" in capsys.readouterr().err
+
+
 def test_a_wrong_word_is_a_message(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--base-url", server_url, "--popularity", "fair"]) == 2
+    assert serve("--base-url", server_url, "--popularity", "fair") == 2
     assert "popularity is 'fair'" in capsys.readouterr().err
+
+
+def test_servers_that_name_no_parents_have_equal_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx.Response(200, json={"data": [{"id": "x"}, {"id": "y"}]}, request=httpx.Request("GET", "http://a"))
+    monkeypatch.setattr(httpx, "get", lambda *args, **options: answer)
+    assert served_models(Scenario()) == Models("x", ("x", "y"))

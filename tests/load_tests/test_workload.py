@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from app.bench.workload import Workload, arrival_times, assign_models, request_lengths
+from punica_core.bench.workload import Workload, arrival_times, assign_models, request_lengths
 
 MODELS = [f"m{i}" for i in range(8)]
 
@@ -88,6 +88,13 @@ def test_a_closed_plan_has_no_times() -> None:
     assert {request.at for request in Workload(models=("a",), requests=5).plan()} == {None}
 
 
+def test_a_text_prompt_has_as_many_words_as_tokens() -> None:
+    plan = Workload(models=("a",), requests=4, lengths="uniform:3:9:1:1", prompts="text").plan()
+    assert [len(request.text.split()) for request in plan] == [len(request.prompt_ids) for request in plan]
+    assert len({request.text for request in plan}) == 4
+    assert {request.text for request in Workload(models=("a",), requests=4).plan()} == {""}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -100,6 +107,7 @@ def test_a_closed_plan_has_no_times() -> None:
         {"arrivals": "gamma"},
         {"arrivals": "poisson", "rate": 0.0},
         {"models": ()},
+        {"prompts": "images"},
     ],
     ids=str,
 )

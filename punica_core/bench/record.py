@@ -8,19 +8,23 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "transformers", "peft", "uvicorn", "httpx")
+_PACKAGES = ("torch", "transformers", "peft", "flashinfer-python", "uvicorn", "httpx")
 
 
-def provenance() -> dict[str, Any]:
-    """Where and how this process measures. Of paths in the command only the last part is kept."""
+def provenance(command: Sequence[str] = ()) -> dict[str, Any]:
+    """Where and how this process measures. Of paths in the command only the last part is kept.
+
+    command: of `punica`, its words; by default the process's own arguments.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": "punica " + " ".join(Path(word).name for word in sys.argv[1:]),
+        "command": "punica " + " ".join(Path(word).name for word in command or sys.argv[1:]),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -16,16 +16,27 @@ from punica_core.bench.popularity import POPULARITIES, request_counts
 SHUFFLE_SEED: Final = 7919
 """Seed of the order in which models of different popularity follow each other, whatever the workload's own seed."""
 
+PROMPTS: Final = ("ids", "text")
+
+_WORDS: Final = (
+    *("the", "of", "and", "to", "in", "is", "for", "that", "was", "with", "his", "on", "be", "at", "by", "had", "are"),
+    *("but", "from", "have", "they", "which", "one", "you", "were", "all", "her", "she", "there", "would", "their"),
+)
+"""A token each, with the space before it, in most vocabularies."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     """One request. at: seconds after the start at which it arrives; None in a closed loop, where a client sends it as
-    soon as its previous one has ended."""
+    soon as its previous one has ended. text: the prompt, if it is not to be sent as ids. ignore_eos: it generates
+    max_tokens tokens, whatever they are."""
 
     model: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
     at: float | None = None
+    text: str = ""
+    ignore_eos: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +45,8 @@ class Workload:
 
     models: names, most popular first. popularity: distinct, uniform, skewed, identical, zipf or zipf:EXPONENT.
     lengths: see `request_lengths`. arrivals: closed, or see `arrival_times`; rate: requests a second of the others.
-    token_range: prompt token ids are drawn from this half-open range.
+    token_range: prompt token ids are drawn from this half-open range. prompts: ids, or text: as many words as the
+    prompt should have tokens. ignore_eos: every request generates its full length.
     """
 
     models: tuple[str, ...]
@@ -45,6 +57,8 @@ class Workload:
     rate: float = 1.0
     seed: int = 0
     token_range: tuple[int, int] = (300, 30_000)
+    prompts: str = "ids"
+    ignore_eos: bool = True
 
     def plan(self) -> list[PlannedRequest]:
         """Its requests, in order of arrival. Raises ValueError for a word or number that means nothing."""
@@ -53,11 +67,15 @@ class Workload:
         times: Sequence[float | None] = [None] * self.requests
         if self.arrivals != "closed":
             times = arrival_times(self.arrivals, self.rate, self.requests, self.seed)
+        if self.prompts not in PROMPTS:
+            raise ValueError(f"prompts is {self.prompts!r}; it must be one of {', '.join(PROMPTS)}.")
         generator = np.random.Generator(np.random.PCG64([self.seed, 1]))
-        return [
-            PlannedRequest(model, tuple(generator.integers(*self.token_range, prompt).tolist()), output, at)
-            for model, (prompt, output), at in zip(models, lengths, times, strict=True)
-        ]
+        planned = []
+        for model, (prompt, output), at in zip(models, lengths, times, strict=True):
+            ids = tuple(generator.integers(*self.token_range, prompt).tolist())
+            text = " ".join(_WORDS[token % len(_WORDS)] for token in ids) if self.prompts == "text" else ""
+            planned.append(PlannedRequest(model, ids, output, at, text, self.ignore_eos))
+        return planned
 
 
 def assign_models(popularity: str, models: Sequence[str], requests: int, seed: int = 0) -> list[str]:

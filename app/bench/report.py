@@ -1,20 +1,14 @@
-"""A run as a JSON file, a picture, and a few lines of text."""
+"""A run as a picture, as a few lines of text, and as a row of a table."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from app.bench.load import Run
-
-
-def write_json(path: Path, report: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def text_lines(summary: dict[str, Any]) -> list[str]:
@@ -39,6 +33,20 @@ def text_lines(summary: dict[str, Any]) -> list[str]:
             "it may limit these figures."
         )
     return lines
+
+
+def table(summaries: Mapping[str, dict[str, Any]]) -> str:
+    """A Markdown table, a row for each run."""
+    columns = ("requests/s", "tokens/s", "TTFT p50", "p99", "inter-token p50", "p99 ms", "not completed")
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for name, summary in summaries.items():
+        cells = [f"{summary['requests_per_second']:.2f}", f"{summary['generated_tokens_per_second']:.0f}"]
+        for kind in ("ttft_ms", "inter_token_ms"):
+            figures = summary[kind] or {}
+            cells += [f"{figures[p]:.1f}" if p in figures else "" for p in ("p50", "p99")]
+        cells.append(str(summary["requests"] - summary["completed"]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def draw(path: Path, run: Run, title: str) -> None:

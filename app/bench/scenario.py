@@ -1,11 +1,10 @@
-"""What `python -m load_tests.run` is asked to do: flags over a YAML scenario over defaults."""
+"""What `punica bench serve` is asked to do: flags over a YAML scenario over defaults."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,22 @@ from typing import Any
 import yaml
 
 from app.bench.load import check_loopback
-from app.bench.workload import Workload
+from punica_core.bench.workload import Workload
 
 MODES = ("closed", "open")
+BASE = "base"
+"""The popularity of a load that asks for no adapter."""
+
 MAX_REQUESTS = 100_000
 MAX_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a server serves. adapters: most popular first."""
+
+    base: str
+    adapters: tuple[str, ...]
 
 
 def _key(default: Any, text: str) -> Any:
@@ -29,15 +39,22 @@ class Scenario:
     """One load test. Keys are the same as flags and in YAML."""
 
     base_url: str = _key("http://127.0.0.1:8000", "where the server is, without /v1")
-    models: tuple[str, ...] = _key((), "names, most popular first (default: all that the server lists)")
+    models: tuple[str, ...] = _key((), "adapters, most popular first (default: all that the server lists)")
+    base: str = _key("", "name of the base model (default: the one that the server lists as others' parent)")
     mode: str = _key("closed", "closed: a number of clients; open: requests arrive when planned")
     clients: int = _key(64, "closed loop: requests in flight")
     requests: int = _key(256, f"how many, at most {MAX_REQUESTS}")
     max_seconds: float = _key(600.0, f"cut the run off after this time, at most {MAX_SECONDS:.0f}")
-    popularity: str = _key("uniform", "distinct, uniform, skewed, identical, zipf:EXPONENT")
+    popularity: str = _key(
+        "uniform",
+        "base, identical, skewed, uniform, distinct, zipf:EXPONENT; several with commas run one after another",
+    )
     arrivals: str = _key("poisson", "open loop: poisson, gamma:CV, constant")
     rate: float = _key(1.0, "open loop: requests per second")
     lengths: str = _key("fixed:64:64", "fixed:P:O, uniform:P0:P1:O0:O1, lognormal:P:SIGMA:O:SIGMA, punica[:MAXLEN]")
+    prompts: str = _key("ids", "ids: prompts as token ids; text: as words, a token each in most vocabularies")
+    ignore_eos: bool = _key(True, "generate the whole length, which a strict OpenAI server has no field for")
+    warmup: bool = _key(False, "first ask every model for two tokens, so that all adapters are loaded")
     seed: int = _key(0, "of everything random")
     token_low: int = _key(300, "lowest prompt token id")
     token_high: int = _key(30_000, "prompt token ids are below this")
@@ -59,17 +76,25 @@ class Scenario:
             if not low <= getattr(self, key) <= high:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be between {low} and {high}.")
 
-    def workload(self, models: Sequence[str]) -> Workload:
-        """The load it describes, over these models."""
+    @property
+    def popularities(self) -> tuple[str, ...]:
+        """What `popularity` lists: one run each."""
+        return _names(self.popularity)
+
+    def workload(self, popularity: str, models: Models) -> Workload:
+        """The load it describes; "base" asks for the base model alone, as does a server without adapters."""
+        is_base = popularity == BASE or not models.adapters
         return Workload(
-            models=tuple(models),
+            models=(models.base,) if is_base else models.adapters,
             requests=self.requests,
-            popularity=self.popularity,
+            popularity="identical" if is_base else popularity,
             lengths=self.lengths,
             arrivals=self.arrivals if self.mode == "open" else "closed",
             rate=self.rate,
             seed=self.seed,
             token_range=(self.token_low, self.token_high),
+            prompts=self.prompts,
+            ignore_eos=self.ignore_eos,
         )
 
 
@@ -78,7 +103,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for key in dataclasses.fields(Scenario):
         flag, text = "--" + key.name.replace("_", "-"), f"{key.metadata['help']} (default: {key.default})"
         if key.type == "bool":
-            parser.add_argument(flag, action="store_true", default=None, help=text)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif key.name == "mode":
             parser.add_argument(flag, choices=MODES, help=text)
         else:

@@ -1,1 +1,0 @@
-"""Load tests over the OpenAI API: `python -m load_tests.run`."""
