@@ -32,8 +32,11 @@ _SERVICE_VARIABLE = re.compile(
 
 
 # ruff: noqa: RUF009  # _key is dataclasses.field() with our metadata
-def _key(default: Any, help_text: str, *, is_bytes: bool = False, is_path: bool = False) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_text, "bytes": is_bytes, "path": is_path})
+def _key(
+    default: Any, help_text: str, *, is_bytes: bool = False, is_path: bool = False, is_secret: bool = False
+) -> Any:
+    metadata = {"help": help_text, "bytes": is_bytes, "path": is_path, "secret": is_secret}
+    return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,17 @@ class Settings:
     stall_timeout: float = _key(
         60.0, "a step longer than this, and than 10x the slowest one so far, restarts the worker"
     )
+    api_key: str = _key(
+        "", "the one key that clients need; better given as PUNICA_API_KEY; empty asks for none", is_secret=True
+    )
+    api_keys_file: str = _key("", "YAML file of keys, each with its adapters and limits (docs/api.md)", is_path=True)
+    open_metrics: bool = _key(False, "answer /metrics without a key also when keys are configured")
+    enable_admin: bool = _key(
+        False, "load and unload adapters over HTTP: by anybody if there are no keys, else by the one of api_key"
+    )
+    adapter_roots: str = _key(
+        "", "folders below which adapters may be loaded over HTTP, separated by ':'; empty takes `adapters`"
+    )
     cache: str = _key("", "folder for converted models and tokenizers; empty takes ~/.cache/punica", is_path=True)
     log_level: LogLevel = _key("info", "least severe log lines to print")
 
@@ -78,12 +92,24 @@ class Settings:
                 raise ConfigError(f"{key} is {getattr(self, key)}; it must be positive.", param=key)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535.", param="port")
+        if self.enable_admin and self.api_keys_file and not self.api_key:
+            raise ConfigError(
+                "enable_admin is for servers without keys or with the one of api_key; in a file of keys, mark those "
+                "that may load and unload adapters with `admin: true`.",
+                param="enable_admin",
+            )
         self.engine_config().validate()
 
     @property
     def base_name(self) -> str:
         """Name of the base model in the API."""
         return self.served_model_name or Path(self.model).name or self.model
+
+    @property
+    def roots(self) -> list[str]:
+        """Folders below which adapters may be loaded by path."""
+        given = [os.path.expanduser(part) for part in self.adapter_roots.split(os.pathsep) if part]
+        return given or ([self.adapters] if self.adapters else [])
 
     def engine_config(self) -> EngineConfig:
         """The worker's part, with relative paths made absolute."""
@@ -197,7 +223,8 @@ def _convert(name: str, raw: Any, source: str) -> Any:
         return _to_bool(raw, source)
     if kind is str:
         if not isinstance(raw, str):
-            raise ConfigError(f"{source} is {raw!r}; text is expected (put it in quotes).", param=name)
+            shown = "no text" if all_keys()[name].metadata["secret"] else repr(raw)
+            raise ConfigError(f"{source} is {shown}; text is expected (put it in quotes).", param=name)
         return os.path.expanduser(raw) if all_keys()[name].metadata["path"] else raw  # no shell saw a file's ~
     return _to_number(kind, raw, source)
 

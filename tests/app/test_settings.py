@@ -168,3 +168,30 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytes
     assert chosen.model == "/home/someone/models/small"
     assert (chosen.adapters, chosen.cache) == ("/home/someone/adapters", "/home/someone/cache")
     assert chosen.served_model_name == "~name"
+
+
+def test_a_key_is_in_no_text_about_the_settings() -> None:
+    loaded = load({}, {"PUNICA_API_KEY": "a-secret-of-ours"})
+    assert loaded.api_key == "a-secret-of-ours"
+    assert "a-secret-of-ours" not in repr(loaded)
+
+
+def test_a_key_that_is_no_text_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text("api_key: 12345678\n")
+    with pytest.raises(ConfigError, match="api_key is no text; text is expected") as caught:
+        load({}, {}, file)
+    assert "12345678" not in caught.value.message
+
+
+def test_admin_by_flag_and_keys_from_a_file_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="admin: true"):
+        Settings(enable_admin=True, api_keys_file="keys.yaml")
+    assert Settings(enable_admin=True, api_keys_file="keys.yaml", api_key="long-enough").enable_admin
+
+
+def test_roots_are_the_adapters_folder_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert Settings().roots == []
+    assert Settings(adapters="/a").roots == ["/a"]
+    assert Settings(adapters="/a", adapter_roots="~/b:/c:").roots == ["/home/someone/b", "/c"]
