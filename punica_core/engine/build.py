@@ -17,6 +17,7 @@ from punica_core.errors import ConfigError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
+from punica_core.lora.weights import AdapterReader, OpenAdapter
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.scheduler import Scheduler
@@ -31,10 +32,12 @@ def build_engine(
     config: EngineConfig,
     on_progress: Callable[[str, float], None],
     on_adapter_loaded: Callable[[], None],
+    open_adapter: OpenAdapter = AdapterReader,
 ) -> tuple[Engine, EngineLayout]:
     """Load the model, plan the memory, wire the parts. Raises ConfigError when that cannot work.
 
-    on_adapter_loaded is called on a reader thread whenever an adapter load has ended.
+    on_adapter_loaded is called on a reader thread whenever an adapter load has ended. open_adapter: where adapters come
+    from; benchmarks make them in memory.
     """
     refuse_unwired(config)
     loaded = load_model(config, on_progress)
@@ -49,6 +52,7 @@ def build_engine(
         adapter_bytes,
         max_lora_rank=config.max_lora_rank,
         load_timeout=config.adapter_load_timeout,
+        open_adapter=open_adapter,
         on_loaded=on_adapter_loaded,
     )
     pool = BlockPool(num_blocks)

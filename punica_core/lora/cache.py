@@ -21,7 +21,7 @@ import torch
 from punica_core.adapters.format import ModelShapes
 from punica_core.adapters.residency import Presence, ResidencyTable
 from punica_core.errors import AdapterError, AdapterLoadTimeout, AdapterTooLarge, InternalError, PunicaError
-from punica_core.lora.weights import AdapterReader, AdapterWeights
+from punica_core.lora.weights import AdapterReader, AdapterWeights, OpenAdapter
 from punica_core.protocol import AdapterLoad, AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
 
@@ -63,8 +63,9 @@ class AdapterCache:
 
     shapes: the base's modules that take LoRA. dtype: of the tensors handed out. budget_bytes: of all of them; while
     a load replaces idle adapters, both are in memory until it ends (at most one adapter for each of the readers).
-    load_timeout: seconds without progress after which a read fails, alone. on_loaded: called after each end of a
-    load, on a reader's thread, and when `poll` has an old failure to tell again. clock: seconds, the clock of `poll`.
+    load_timeout: seconds without progress after which a read fails, alone. open_adapter: where the bytes come from.
+    on_loaded: called after each end of a load, on a reader's thread, and when `poll` has an old failure to tell again.
+    clock: seconds, the clock of `poll`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class AdapterCache:
         *,
         max_lora_rank: int = 256,
         load_timeout: float = 60.0,
+        open_adapter: OpenAdapter = AdapterReader,
         num_slots: int = 65_536,
         retry_seconds: float = 2.0,
         on_loaded: Callable[[], None] = lambda: None,
@@ -83,6 +85,7 @@ class AdapterCache:
         self._shapes = shapes
         self._dtype = dtype
         self._max_lora_rank = max_lora_rank
+        self._open_adapter = open_adapter
         self._load_timeout = load_timeout
         self._on_loaded = on_loaded
         self._clock = clock
@@ -208,7 +211,7 @@ class AdapterCache:
             return job
 
     def _load(self, job: _Job) -> None:
-        with AdapterReader(job.ref, self._shapes, self._dtype, self._max_lora_rank) as reader:
+        with self._open_adapter(job.ref, self._shapes, self._dtype, self._max_lora_rank) as reader:
             if not self._reserve(job, reader.nbytes):
                 return
             weights = reader.read(lambda: self._progress(job))

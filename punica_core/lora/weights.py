@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol, Self
 
 import torch
 from blake3 import blake3
@@ -41,6 +42,27 @@ class AdapterWeights:
     key: str
     modules: Mapping[str, ModuleWeights]
     nbytes: int
+
+
+class AdapterSource(Protocol):
+    """One version of an adapter, opened for one read, as a context manager; opening and reading raise AdapterErrors.
+
+    nbytes: of the buffer that `read` brings, so that room can be found before.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, progress: Callable[[], None] = lambda: None) -> AdapterWeights:
+        """The tensors. `progress` is called now and then; what it raises ends the read."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+OpenAdapter = Callable[[AdapterRef, ModelShapes, torch.dtype, int], AdapterSource]
+"""Opens the version a ref names for a base of these shapes and dtype; the last argument is max_lora_rank."""
 
 
 class AdapterReader:
