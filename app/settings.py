@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from punica_core.config import Device, DType, EngineConfig, LogLevel, SgmvBackend
+from punica_core.config import Device, DType, EngineConfig, LoadFormat, LogLevel, SgmvBackend
 from punica_core.errors import ConfigError
 
 ENV_PREFIX = "PUNICA_"
@@ -52,6 +52,8 @@ class Settings:
     port: int = _key(8000, "port to listen on; 0 takes a free one")
     device: Device = _key("auto", "where the model runs")
     dtype: DType = _key("auto", "dtype of weights; auto: float32 on the CPU, the checkpoint's own on a GPU")
+    load_format: LoadFormat = _key("auto", "auto reads the model's weights; dummy makes random ones, for benchmarks")
+    gpu_memory_fraction: float = _key(0.9, "share of the GPU's memory that the worker may use")
     kv_tokens: int = _key(0, "tokens of KV memory; 0 sizes it from free memory")
     max_model_len: int = _key(0, "longest sequence (prompt + output) in tokens; 0 takes the model's own limit")
     max_num_seqs: int = _key(64, "most sequences in one step")

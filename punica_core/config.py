@@ -16,6 +16,7 @@ from punica_core.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SgmvBackend = Literal["auto", "cuda", "reference"]
+LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 BLOCK_SIZE = 16
@@ -33,6 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: directory of a Hugging Face model (a hub id is resolved to a directory by the worker).
     adapters: directory whose sub-folders are PEFT adapters, or "" for none; relative paths were made absolute.
     dtype: dtype of weights and activations; "auto" is float32 on the CPU and the checkpoint's on a GPU.
+    load_format: "auto" reads the weights from the model's files, "dummy" makes random ones and needs no weight files.
+    gpu_memory_fraction: share of the GPU's memory that the worker may use, all of it together.
     kv_tokens: tokens of KV memory; 0 sizes it from free memory.
     max_model_len: longest sequence (prompt + output) in tokens; 0 takes the model's own limit.
     max_num_seqs: most sequences in one step.
@@ -50,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapters: str = ""
     device: Device = "auto"
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    gpu_memory_fraction: float = 0.9
     kv_tokens: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 64
@@ -83,6 +88,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
                 "a step could not give every running sequence one token. Raise the former or lower the latter.",
                 param="max_num_batched_tokens",
+            )
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ConfigError(
+                f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be above 0 and at most 1.",
+                param="gpu_memory_fraction",
             )
         if self.adapter_load_timeout <= 0:
             raise ConfigError(f"adapter_load_timeout is {self.adapter_load_timeout}; it must be positive (seconds).")

@@ -195,3 +195,10 @@ def test_roots_are_the_adapters_folder_unless_given(monkeypatch: pytest.MonkeyPa
     assert Settings().roots == []
     assert Settings(adapters="/a").roots == ["/a"]
     assert Settings(adapters="/a", adapter_roots="~/b:/c:").roots == ["/home/someone/b", "/c"]
+
+
+@pytest.mark.parametrize("fraction", ["0", "1.01", "-0.5"])
+def test_a_share_of_the_gpu_is_above_nothing_and_at_most_all_of_it(fraction: str) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        load({"gpu_memory_fraction": fraction}, {})
+    assert load({"gpu_memory_fraction": "1"}, {}).gpu_memory_fraction == 1.0
