@@ -1,6 +1,9 @@
 """The engine: one scheduler, one adapter cache, one runner, and the step that ties them together.
 
 It does no I/O and owns no thread; the worker's loop calls it. Time is an argument.
+
+With a runner that runs ahead, step n + 1 is planned and launched while n executes; then n's result is waited for and
+its tokens are sent, so that the device always has the next step before it needs it.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -16,8 +20,9 @@ from punica_core.errors import InternalError, RequestError
 from punica_core.lora.cache import AdapterCache
 from punica_core.protocol import NewSequence, SequenceOutput, StepStats
 from punica_core.scheduler.outcome import error_output
-from punica_core.scheduler.plan import StepPlan, StepResult
+from punica_core.scheduler.plan import PendingStep, RowPlan, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
+from punica_core.scheduler.sequence import Status
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +31,30 @@ MAX_FAILED_STEPS = 5
 
 
 class Runner(Protocol):
-    """Executes plans. Changes no policy state: the same plan may be executed again."""
+    """Executes plans, in the order in which they are launched. Changes no policy state: rows may be computed again."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows; raises only for faults that are not one row's own."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is computed, so that the next one can be launched behind it."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start computing the plan's rows. This and `PendingStep.result` raise only for faults that are not one
+        row's own. A row that is in `StepResult.failed` has still left a token for a `pending` row behind it, any
+        one of the vocabulary."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step in flight. step: the error if launching it raised. started: seconds of `time.perf_counter`."""
+
+    plan: StepPlan
+    step: PendingStep | Exception
+    started: float
+
+    def result(self) -> StepResult:
+        if isinstance(self.step, Exception):
+            raise self.step
+        return self.step.result()
 
 
 class Engine:
@@ -39,14 +64,16 @@ class Engine:
         self._scheduler = scheduler
         self._adapters = adapters
         self._runner = runner
+        self._in_flight: _Launched | None = None
         self._steps = 0
         self._failed_steps = 0
+        self._last_end = 0.0
         self._last_step = 0.0
         self._slowest_step = 0.0
 
     def has_unfinished(self) -> bool:
-        """Whether a sequence is waiting or running."""
-        return self._scheduler.has_unfinished()
+        """Whether a sequence is waiting or running, or a step in flight has not been collected."""
+        return self._scheduler.has_unfinished() or self._in_flight is not None
 
     def submit(self, sequences: Iterable[NewSequence], now: float) -> list[SequenceOutput]:
         """Queue sequences. Returns terminal outputs of those that can never run."""
@@ -64,59 +91,95 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def step(self, now: float) -> tuple[list[SequenceOutput], bool]:
-        """One schedule–execute–update round.
+        """One schedule–execute–update round; of a runner that runs ahead, the next step's start and this one's end.
 
-        Returns the outputs and whether anything was executed; if not, only an adapter load, a command or the
-        passing of time can change that.
+        Returns the outputs and whether a step was launched or collected; if not, only an adapter load, a command or
+        the passing of time can change that.
         """
         outputs: list[SequenceOutput] = []
         for ref, error in self._adapters.poll(now):
             outputs += self._scheduler.fail_adapter(ref, error)
         plan = self._scheduler.schedule(now)
-        if not plan.rows:
-            return outputs, False
+        before, self._in_flight = self._in_flight, self._launch(plan) if plan.rows else None
+        if before is not None:
+            outputs += self._collect(before, now)
+        after = self._in_flight
+        if after is not None and (isinstance(after.step, Exception) or not self._runner.runs_ahead):
+            self._in_flight = None
+            outputs += self._collect(after, now)
+        return outputs, bool(plan.rows) or before is not None
+
+    def _launch(self, plan: StepPlan) -> _Launched:
         started = time.perf_counter()
-        result, num_raised = self._execute(plan)
-        self._give_up_if_broken(plan, result, num_raised)
-        self._last_step = time.perf_counter() - started
-        self._slowest_step = max(self._slowest_step, self._last_step)
-        self._steps += 1
-        outputs += self._scheduler.update(plan, result, now)
-        return outputs, True
-
-    def _execute(self, plan: StepPlan) -> tuple[StepResult, int]:
-        """Execute; if that raises, find the rows at fault by executing each alone, so that the others go on.
-
-        Returns the result and the number of rows that raised also alone. Executing a row twice is safe: its KV entries
-        are written again with the same values.
-        """
         try:
-            return self._runner.execute(plan), 0
+            step: PendingStep | Exception = self._runner.launch(plan)
         except Exception as error:
-            ids = [row.sequence.request_id for row in plan.rows]
-            logger.exception("step failed; requests %s", ids)
-            if len(plan.rows) == 1:
-                return StepResult(failed={ids[0]: f"{type(error).__name__}: {error}"}), 1
-        merged, num_raised = StepResult(), 0
-        for row in plan.rows:
-            part, raised = self._execute(StepPlan((row,)))
-            num_raised += raised
-            merged.sampled.update(part.sampled)
-            merged.prompt_logprobs.update(part.prompt_logprobs)
-            merged.failed.update(part.failed)
-        return merged, num_raised
+            step = error
+        return _Launched(plan, step, started)
 
-    def _give_up_if_broken(self, plan: StepPlan, result: StepResult, num_raised: int) -> None:
-        """A device that fails every row of several steps in a row will not recover: a new worker must replace it.
+    def _collect(self, launched: _Launched, now: float) -> list[SequenceOutput]:
+        """Wait for a step and apply its result; what was launched behind a step that raised is taken back."""
+        plan = launched.plan
+        try:
+            result = launched.result()
+        except Exception as error:
+            self._discard_step_behind()
+            result = self._one_by_one(plan, error)
+        else:
+            self._failed_steps = 0
+        ended = time.perf_counter()
+        self._last_step = ended - max(launched.started, self._last_end)  # a step begins when the one before has ended
+        self._slowest_step = max(self._slowest_step, self._last_step)
+        self._last_end = ended
+        self._steps += 1
+        return self._scheduler.update(plan, result, now)
 
-        Rows without finite numbers do not count: those are an adapter's fault, and who owns it must not be able to
-        end everybody's worker.
+    def _discard_step_behind(self) -> None:
+        """Let the step behind a failed one end, and plan its rows again: its inputs are not to be trusted."""
+        behind, self._in_flight = self._in_flight, None
+        if behind is None:
+            return
+        try:
+            behind.result()
+        except Exception as error:
+            logger.warning("the step behind a failed one failed as well: %s", error)
+        self._scheduler.abandon(behind.plan)
+
+    def _one_by_one(self, plan: StepPlan, error: Exception) -> StepResult:
+        """Find the rows at fault by executing each alone, so that the others go on.
+
+        Computing a row twice is safe: its KV entries are written again with the same values. Raises `InternalError`
+        when this has failed for every row of several steps in a row: that device will not recover, and a new worker
+        must replace it. Rows without finite numbers do not count: those are an adapter's fault, and who owns it must
+        not be able to end everybody's worker.
         """
-        self._failed_steps = self._failed_steps + 1 if num_raised == len(plan.rows) else 0
+        logger.error("step failed; requests %s", [row.sequence.request_id for row in plan.rows], exc_info=error)
+        rows = [row for row in plan.rows if row.sequence.status is not Status.FINISHED]
+        merged, num_raised = StepResult(), 0
+        for row in rows:
+            fault = error if len(plan.rows) == 1 else self._compute_alone(row, merged)
+            if fault is not None:
+                merged.failed[row.sequence.request_id] = f"{type(fault).__name__}: {fault}"
+                num_raised += 1
+        self._failed_steps = self._failed_steps + 1 if num_raised == len(rows) else 0
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(
-                f"every request of {self._failed_steps} steps in a row failed: {next(iter(result.failed.values()))}"
+                f"every request of {self._failed_steps} steps in a row failed: {type(error).__name__}: {error}"
             )
+        return merged
+
+    def _compute_alone(self, row: RowPlan, merged: StepResult) -> Exception | None:
+        """Execute one row and add its result to `merged`; returns what that raised."""
+        alone = msgspec.structs.replace(row, pending=False)  # the step before has ended, so its token is known
+        try:
+            part = self._runner.launch(StepPlan((alone,))).result()
+        except Exception as fault:
+            logger.exception("request %s failed alone", row.sequence.request_id)
+            return fault
+        merged.sampled.update(part.sampled)
+        merged.prompt_logprobs.update(part.prompt_logprobs)
+        merged.failed.update(part.failed)
+        return None
 
     def stats(self) -> StepStats:
         """A snapshot of gauges and counters; adapter loads are reported once."""

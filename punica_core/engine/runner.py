@@ -16,7 +16,7 @@ from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention import PagedAttention
 from punica_core.model.loader import LoadedModel
 from punica_core.protocol import TokenLogprobs
-from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+from punica_core.scheduler.plan import CompletedStep, RowPlan, SampledToken, StepPlan, StepResult
 
 LORA_LAYOUT_BYTES = 512 * 1024 * 1024
 """Bound on the re-laid copies of adapters that are kept besides those of the running step."""
@@ -72,10 +72,12 @@ def allocate_kv_cache(loaded: LoadedModel, num_blocks: int) -> Tensor:
 
 
 class ModelRunner:
-    """Executes plans on one model.
+    """Executes plans on one model, each when it is launched: a CPU has nothing to do meanwhile.
 
     weights_of: the adapter in a slot; asked once per segment and step, kept by its re-laid copy at most.
     """
+
+    runs_ahead = False
 
     def __init__(
         self,
@@ -89,6 +91,10 @@ class ModelRunner:
         self._weights_of = weights_of
         self._sampler = sampler
         self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES, loaded.device)
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Compute the plan's rows now."""
+        return CompletedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows. The same plan may be executed again: KV is overwritten with the same values."""

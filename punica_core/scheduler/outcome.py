@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from punica_core.errors import ContextLengthExceeded, InvalidRequest, PunicaError, to_wire
-from punica_core.protocol import FinishReason, NewSequence, SequenceOutput
+from punica_core.protocol import FinishReason, NewSequence, SequenceOutput, TokenLogprobs
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.plan import SampledToken
 from punica_core.scheduler.sequence import Sequence
@@ -31,36 +31,32 @@ def check_servable(request: NewSequence, limits: SchedulerLimits, num_blocks: in
 
 def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason | None:
     """Whether the newest token of `sequence` ended it."""
-    sampling = sequence.sampling
-    token_id = sequence.token_ids[-1]
-    num_generated = sequence.num_generated
-    if num_generated > sampling.min_tokens:
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in limits.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-    if num_generated >= sampling.max_tokens or sequence.num_tokens >= limits.max_model_len:
+    token_ids, sampling = sequence.token_ids, sequence.sampling
+    num_tokens, token_id = len(token_ids), token_ids[-1]
+    is_stop_id = token_id in sampling.stop_token_ids or (token_id in limits.eos_token_ids and not sampling.ignore_eos)
+    if is_stop_id and num_tokens - sequence.num_prompt > sampling.min_tokens:
+        return FinishReason.STOP
+    if num_tokens - sequence.num_prompt >= sequence.max_tokens or num_tokens >= limits.max_model_len:
         return FinishReason.LENGTH
     return None
 
 
 def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> SequenceOutput:
     """The output for the token that was just appended to `sequence`."""
+    token_ids = [sampled.token_id]
     logprobs = [sampled.logprobs] if sampled.logprobs is not None else None
-    stop_token_id = sampled.token_id if finish is FinishReason.STOP else None
-    if sequence.num_generated > 1:
-        return SequenceOutput(
-            sequence.request_id, [sampled.token_id], finish, logprobs=logprobs, stop_token_id=stop_token_id
-        )
+    is_first = len(sequence.token_ids) == sequence.num_prompt + 1
+    if finish is None and not is_first:
+        return SequenceOutput(sequence.request_id, token_ids, None, logprobs)
     return SequenceOutput(
         request_id=sequence.request_id,
-        token_ids=[sampled.token_id],
+        token_ids=token_ids,
         finish_reason=finish,
         logprobs=logprobs,
-        prompt_logprobs=sequence.prompt_logprobs if wants_prompt_logprobs(sequence) else None,
-        stop_token_id=stop_token_id,
-        cached_tokens=sequence.cached_tokens,
-        adapter_key=sequence.adapter_key,
+        prompt_logprobs=sequence.prompt_logprobs if is_first and wants_prompt_logprobs(sequence) else None,
+        stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
+        cached_tokens=sequence.cached_tokens if is_first else 0,
+        adapter_key=sequence.adapter_key if is_first else "",
     )
 
 
@@ -84,3 +80,11 @@ def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
 
 def wants_prompt_logprobs(sequence: Sequence) -> bool:
     return sequence.sampling.prompt_logprobs is not None
+
+
+def keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
+    """Add what a row that starts at `start` scored: entry i belongs to position start + 1 + i. A sequence that was
+    preempted has some of them already."""
+    if wants_prompt_logprobs(sequence):
+        seen = sequence.prompt_logprobs or [None]
+        sequence.prompt_logprobs = [*seen, *entries[len(seen) - start - 1 :]]

@@ -1,8 +1,8 @@
 """The values a step is made of: what the scheduler decided, what the runner produced, why something must wait.
 
 plan = scheduler.schedule(now)            pure: decides
-result = runner.execute(plan)             torch: executes, changes no policy state
-outputs = scheduler.update(plan, result, now)
+step = runner.launch(plan)                torch: executes, changes no policy state
+outputs = scheduler.update(plan, step.result(), now)
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ class Residency(Protocol):
         """Undo one successful `acquire`."""
 
 
-class RowPlan(msgspec.Struct, frozen=True):
+class RowPlan(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: compute tokens [start, start + count) of it.
 
     sequence: read only; `sequence.token_ids[start:start + count]` are the inputs.
     block_table: ids of the KV blocks that cover tokens [0, start + count).
+    The same object as in the step before unless a block was added.
     slot: row of the adapter in the device tables, BASE_SLOT for the base model.
     samples: these tokens reach the end of the sequence, so a next token is to be sampled.
+    pending: the one input token is not in `sequence.token_ids` yet: it is what the step launched just before this one
+    samples for this sequence.
     """
 
     sequence: Sequence
@@ -70,6 +73,7 @@ class RowPlan(msgspec.Struct, frozen=True):
     block_table: tuple[int, ...]
     slot: int
     samples: bool
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,20 @@ class StepResult:
     sampled: dict[int, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A step that was launched and may still execute."""
+
+    def result(self) -> StepResult:
+        """Block until the device is done. Raises what executing raised. Called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step that was executed when it was launched."""
+
+    completed: StepResult
+
+    def result(self) -> StepResult:
+        return self.completed

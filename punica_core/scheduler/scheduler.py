@@ -11,11 +11,13 @@ from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
 from punica_core.scheduler.admission import AdmissionPass, waiting_by_reason, yielding_groups
 from punica_core.scheduler.counters import SchedulerCounters
+from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepInFlight
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.outcome import (
     check_servable,
     error_output,
     finish_reason,
+    keep_prompt_logprobs,
     prompt_output,
     token_output,
     wants_prompt_logprobs,
@@ -23,19 +25,16 @@ from punica_core.scheduler.outcome import (
 from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.sequence import Sequence, Status
 from punica_core.scheduler.step_builder import StepBuilder
-from punica_core.scheduler.waiting import WaitingQueue
-
-PROMPT_TOKEN_SERVICE = 1.0
-GENERATED_TOKEN_SERVICE = 2.0
-"""What a token costs its tenant: a generated one takes a row of its own step (weights of the VTC paper)."""
+from punica_core.scheduler.waiting import GENERATED_TOKEN_SERVICE, PROMPT_TOKEN_SERVICE, WaitingQueue
 
 
 class Scheduler:
     """Owner of all sequences from `add` to their terminal output. docs/scheduling.md states the policy and bounds.
 
     plan = schedule(now); result = execute(plan); outputs = update(plan, result, now). Other calls may come between
-    any two of these, but a plan is updated before the next is made. Nothing here blocks, reads a clock or knows
-    torch; equal calls give equal plans.
+    any two of these. One more plan may be made before the last one is updated: that step runs ahead. Plans are
+    updated in the order in which they were made. Nothing here blocks, reads a clock or knows torch; equal calls give
+    equal plans.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # oldest first
-        self._ended_in_flight: list[Sequence] = []
-        self._executing: StepPlan | None = None
+        self._in_flight = InFlight()
         self._next_serial = 0
 
     def has_unfinished(self) -> bool:
@@ -105,50 +103,51 @@ class Scheduler:
     # One step
 
     def schedule(self, now: float) -> StepPlan:
-        """Decide the next step. An empty plan needs no `update`: nothing can run before an adapter arrives."""
-        assert self._executing is None, "the last plan was not updated"
+        """Decide the next step. An empty plan needs no `update`: nothing can run before the step in flight is over
+        or, if there is none, before an adapter arrives."""
+        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the plan before the last was not updated"
         step = StepBuilder(self.limits.max_num_batched_tokens, self.limits.block_size)
-        self._extend_running(step)
-        self._admit_waiting(step, now)
+        try:
+            self._extend_running(step)
+            self._admit_waiting(step, now)
+        except StepInFlight:
+            return StepPlan()  # blocks that were given out meanwhile stay with their sequences, which will need them
         plan = step.build()
-        for row in plan.rows:
-            row.sequence.in_flight = True
-        self._executing = plan if plan.rows else None
+        if plan.rows:
+            self._in_flight.begin(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
         """Apply what executing `plan` produced. Rows of sequences that ended since are ignored."""
-        assert plan is self._executing or not plan.rows, "another plan is executing"
-        self._executing = None
+        if not plan.rows:
+            return []
+        self._in_flight.end(plan)
         outputs = []
         for row in plan.rows:
             output = self._update_row(row, result)
             if output is not None:
                 outputs.append(output)
-        for sequence in self._ended_in_flight:
-            self._release(sequence)
-        self._ended_in_flight = []
+        self._release_unused()
         return outputs
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Take back the newest plan: its result is not used, and what it was to compute is planned again."""
+        self._in_flight.undo(plan)
+        self._release_unused()
 
     def check(self) -> None:
         """Assert the invariants: every sequence is in one place and holds exactly what that place entitles it to."""
-        holders = [*self._running, *self._ended_in_flight]
+        holders = [*self._running, *self._in_flight.ended]
         references = Counter(block_id for sequence in holders for block_id in sequence.block_table)
         for block_id in range(self._pool.num_blocks):
             assert self._pool.references(block_id) == references[block_id], f"block {block_id} leaked"
-        for sequence in self._waiting:
-            assert sequence.status is Status.WAITING
-            assert not sequence.block_table
-            assert sequence.grant is None
-            assert sequence.num_computed == 0
-        for sequence in self._running:
-            assert sequence.status is Status.RUNNING
-            assert (sequence.grant is None) == (sequence.adapter is None)
-            assert sequence.num_computed <= len(sequence.block_table) * self.limits.block_size
-            assert sequence.num_computed < sequence.num_tokens
-        assert all(sequence.in_flight and sequence.status is Status.FINISHED for sequence in self._ended_in_flight)
+        assert all(sequence.status is Status.WAITING for sequence in self._waiting)
+        assert all(sequence.status is Status.RUNNING for sequence in self._running)
+        for sequence in self._live.values():
+            sequence.check(self.limits.block_size)
         assert len(self._live) == len(self._running) + len(self._waiting)
         assert len(self._running) <= self.limits.max_num_seqs
+        self._in_flight.check()
         self._pool.check()
         if self._prefix_cache is not None:
             self._prefix_cache.check()
@@ -158,13 +157,20 @@ class Scheduler:
     def _extend_running(self, step: StepBuilder) -> None:
         """Rows for running sequences: streams that decode keep their pace, then prefills share what is left."""
         prefilling = []
+        block_size = self.limits.block_size
         for sequence in self._running.copy():
-            if len(sequence.token_ids) - sequence.num_computed > 1:
+            num_scheduled = sequence.num_scheduled
+            missing = len(sequence.token_ids) - num_scheduled
+            if missing > 1:
                 prefilling.append(sequence)
-            else:
-                self._extend(sequence, 1, step)
+            elif missing == 1 or sequence.may_run_ahead:
+                # Most rows of most steps: one token in a block that is there. The budget has one for every sequence.
+                if num_scheduled < len(sequence.block_table) * block_size:
+                    step.add(sequence, 1)
+                else:
+                    self._extend(sequence, 1, step)
         for sequence in prefilling:
-            self._extend(sequence, len(sequence.token_ids) - sequence.num_computed, step)
+            self._extend(sequence, len(sequence.token_ids) - sequence.num_scheduled, step)
 
     def _extend(self, sequence: Sequence, count: int, step: StepBuilder) -> None:
         count = min(count, step.num_tokens_left)
@@ -176,7 +182,7 @@ class Scheduler:
 
         False if it was itself the newest and had to yield.
         """
-        missing = self._blocks_for(sequence.num_computed + count) - len(sequence.block_table)
+        missing = self._blocks_for(sequence.num_scheduled + count) - len(sequence.block_table)
         if missing <= 0:
             return True
         while missing > self._pool.num_free:
@@ -184,16 +190,17 @@ class Scheduler:
             self._preempt(newest, step)
             if newest is sequence:
                 return False
-        sequence.block_table += self._pool.allocate(missing)
+        sequence.block_table += tuple(self._pool.allocate(missing))
         return True
 
     def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
         """Send a running sequence back to wait. Its tokens are kept; their KV is computed again."""
+        self._in_flight.require_none()
         step.drop(sequence)
         self._remove_running(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_scheduled = 0
         sequence.chain = None
         self._waiting.push(sequence)
         self.counters.preemptions += 1
@@ -243,7 +250,7 @@ class Scheduler:
             self._release(sequence)
             return SkipReason.NO_BLOCKS
         self._pool.retain(match.block_ids)
-        sequence.block_table = [*match.block_ids, *self._pool.allocate(missing)]
+        sequence.block_table = (*match.block_ids, *self._pool.allocate(missing))
         self._start(sequence, match, turn.step)
         return None
 
@@ -251,14 +258,14 @@ class Scheduler:
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_serial)
         sequence.status = Status.RUNNING
-        sequence.num_computed = match.num_tokens
+        sequence.num_computed = sequence.num_scheduled = match.num_tokens
         if self._prefix_cache is not None:
             sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.tenant)
         if sequence.admissions == 0:
             self._count_hits(sequence, match)
             self._waiting.charge(sequence.tenant, PROMPT_TOKEN_SERVICE * (sequence.num_prompt - match.num_tokens))
         sequence.admissions += 1
-        step.add(sequence, min(sequence.num_tokens - sequence.num_computed, step.num_tokens_left))
+        step.add(sequence, min(sequence.num_tokens - match.num_tokens, step.num_tokens_left))
 
     def _reserve(self) -> int:
         """Blocks that a newcomer must leave free: what the running ones may need in their next block_size steps."""
@@ -312,19 +319,14 @@ class Scheduler:
 
     def _update_row(self, row: RowPlan, result: StepResult) -> SequenceOutput | None:
         sequence = row.sequence
-        sequence.in_flight = False
         if sequence.status is Status.FINISHED:
             return None
-        failure = result.failed.get(sequence.request_id)
-        if failure is not None:
-            if self._prefix_cache is not None:
-                self._prefix_cache.withdraw(sequence.block_table)
-            self._end(sequence)
-            return error_output(sequence.request_id, InternalError(failure))
+        if result.failed and sequence.request_id in result.failed:
+            return self._fail(sequence, result.failed[sequence.request_id])
         self._advance(row, result)
         if not row.samples:
             return None
-        if sequence.sampling.max_tokens == 0:
+        if sequence.max_tokens == 0:
             output = prompt_output(sequence)
         else:
             sampled = result.sampled[sequence.request_id]
@@ -335,21 +337,26 @@ class Scheduler:
             self._end(sequence)
         return output
 
+    def _fail(self, sequence: Sequence, message: str) -> SequenceOutput:
+        if self._prefix_cache is not None:
+            self._prefix_cache.withdraw(sequence.block_table)
+        self._end(sequence)
+        return error_output(sequence.request_id, InternalError(message))
+
     def _advance(self, row: RowPlan, result: StepResult) -> None:
         """The row's tokens are computed: count them, publish full blocks, keep prompt logprobs not seen before."""
-        sequence = row.sequence
-        end = sequence.num_computed = row.start + row.count
-        if row.start >= sequence.num_prompt and row.count == 1:
+        sequence, start, count = row.sequence, row.start, row.count
+        end = sequence.num_computed = start + count
+        chain = sequence.chain
+        if chain is not None and end // self.limits.block_size > chain.num_blocks:
+            assert self._prefix_cache is not None
+            self._prefix_cache.publish(chain, sequence.token_ids, end, sequence.block_table)
+        if start >= sequence.num_prompt and count == 1:
             self.counters.decode_tokens += 1
         else:
-            self.counters.prefill_tokens += row.count
-        chain = sequence.chain
-        if self._prefix_cache is not None and chain is not None and end // self.limits.block_size > chain.num_blocks:
-            self._prefix_cache.publish(chain, sequence.token_ids, end, sequence.block_table)
-        if row.start < sequence.num_prompt and wants_prompt_logprobs(sequence):
-            seen = sequence.prompt_logprobs or [None]
-            entries = result.prompt_logprobs.get(sequence.request_id, [])
-            sequence.prompt_logprobs = [*seen, *entries[len(seen) - row.start - 1 :]]
+            self.counters.prefill_tokens += count
+            if start < sequence.num_prompt:
+                keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
 
     # Ends
 
@@ -363,18 +370,22 @@ class Scheduler:
         del self._live[sequence.request_id]
         self._waiting.leave(sequence.tenant)
         if sequence.in_flight:
-            self._ended_in_flight.append(sequence)
+            self._in_flight.hold(sequence)
         else:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back the sequence's blocks and its pin on the adapter, if it has them."""
         self._pool.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table = ()
         if sequence.grant is not None:
             assert sequence.adapter is not None
             self._residency.release(sequence.adapter)
             sequence.grant = None
+
+    def _release_unused(self) -> None:
+        for sequence in self._in_flight.take_unused():
+            self._release(sequence)
 
     def _remove_running(self, sequence: Sequence) -> None:
         index = bisect_left(self._running, sequence.serial, key=_serial)

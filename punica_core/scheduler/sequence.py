@@ -10,6 +10,14 @@ from punica_core.protocol import AdapterRef, NewSequence, SamplingParams, TokenL
 from punica_core.scheduler.plan import BASE_SLOT, AdapterGrant
 
 
+def needs_known_tokens(sampling: SamplingParams) -> bool:
+    """Whether the next token can be chosen only by who knows the ids of all tokens before it: penalties count them.
+
+    Position is enough for all else: logit_bias, min_tokens, logprobs, seeds, temperature and its filters.
+    """
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+
+
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -23,9 +31,12 @@ class Sequence:
     token_ids: the prompt, then every generated token; num_computed of them have KV in `block_table`.
     Prefill and decode are descriptions, not phases: num_computed < num_prompt, or one token behind the end.
 
+    num_scheduled: tokens that are computed or that a step in flight computes. As many as there are in token_ids (or
+    one more, while two steps are in flight): the next token is being sampled.
+    in_flight: number of plans not yet updated that have a row of it; they use its blocks and its adapter, so these
+    stay held until then even if it ends before.
     serial: place in the order of arrival; a lower one is older.
-    in_flight: the step that executes now uses its blocks and its adapter, so they stay held until `update` even if
-    it ends before. admissions: how often it was started; more than once after a preemption.
+    admissions: how often it was started; more than once after a preemption.
     no_room_since: when its adapter was first found to have no room, while that lasts.
     chain: which of its blocks are published in the prefix cache.
     """
@@ -34,13 +45,14 @@ class Sequence:
     arrival: float
     token_ids: list[int]
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    block_table: tuple[int, ...] = ()
     status: Status = Status.WAITING
     grant: AdapterGrant | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     serial: int = 0
-    in_flight: bool = False
+    in_flight: int = 0
     admissions: int = 0
     no_room_since: float | None = None
     chain: PrefixChain | None = None
@@ -50,6 +62,8 @@ class Sequence:
     adapter: AdapterRef | None = field(init=False)
     sampling: SamplingParams = field(init=False)
     num_prompt: int = field(init=False)
+    max_tokens: int = field(init=False)
+    needs_known_tokens: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
@@ -57,6 +71,8 @@ class Sequence:
         self.adapter = self.request.adapter
         self.sampling = self.request.sampling
         self.num_prompt = len(self.request.prompt_ids)
+        self.max_tokens = self.sampling.max_tokens
+        self.needs_known_tokens = needs_known_tokens(self.sampling)
 
     @classmethod
     def of(cls, request: NewSequence, now: float) -> Sequence:
@@ -72,9 +88,28 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Whether a row may be planned for the token that a step in flight samples: its host need not know it, and
+        the sequence is not known to end with it."""
+        return not self.needs_known_tokens and len(self.token_ids) + 1 < self.num_prompt + self.max_tokens
+
+    @property
     def slot(self) -> int:
         return self.grant.slot if self.grant else BASE_SLOT
 
     @property
     def adapter_key(self) -> str:
         return self.grant.adapter_key if self.grant else ""
+
+    def check(self, block_size: int) -> None:
+        """Assert that it holds exactly what its status entitles it to."""
+        if self.status is not Status.RUNNING:
+            assert not self.block_table
+            assert self.grant is None
+            assert self.num_computed == self.num_scheduled == self.in_flight == 0
+            return
+        assert (self.grant is None) == (self.adapter is None)
+        assert self.num_scheduled <= len(self.block_table) * block_size
+        assert self.num_computed < self.num_tokens
+        assert (self.num_computed < self.num_scheduled) == (self.in_flight > 0)
+        assert self.num_scheduled < self.num_tokens + self.in_flight

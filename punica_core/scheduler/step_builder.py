@@ -28,18 +28,13 @@ class StepBuilder:
 
     def build(self) -> StepPlan:
         """The plan: rows by slot (the base model's first), in order of addition within a slot."""
-        rows = [self._row(sequence, count) for sequence, count in self._counts.items()]
+        block_size = self._block_size
+        rows = []
+        for sequence, count in self._counts.items():
+            start, num_known = sequence.num_scheduled, len(sequence.token_ids)
+            end = start + count
+            # Of a tuple, a slice with all its items is itself: most tables are not copied.
+            table = sequence.block_table[: -(-end // block_size)]
+            rows.append(RowPlan(sequence, start, count, table, sequence.slot, end >= num_known, start == num_known))
         rows.sort(key=attrgetter("slot"))
         return StepPlan(tuple(rows))
-
-    def _row(self, sequence: Sequence, count: int) -> RowPlan:
-        start = sequence.num_computed
-        end = start + count
-        return RowPlan(
-            sequence,
-            start,
-            count,
-            tuple(sequence.block_table[: -(-end // self._block_size)]),
-            sequence.slot,
-            end == len(sequence.token_ids),
-        )

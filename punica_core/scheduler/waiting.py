@@ -9,6 +9,10 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.sequence import Sequence
 
+PROMPT_TOKEN_SERVICE = 1.0
+GENERATED_TOKEN_SERVICE = 2.0
+"""What a token costs its tenant: a generated one takes a row of its own step (weights of the VTC paper)."""
+
 _Queue = list[Sequence]
 
 _MAX_IDLE = 64

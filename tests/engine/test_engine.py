@@ -9,7 +9,7 @@ from punica_core.engine.engine import MAX_FAILED_STEPS, Engine
 from punica_core.errors import InternalError
 from punica_core.lora.cache import AdapterCache
 from punica_core.protocol import FinishReason, SequenceOutput
-from punica_core.scheduler.plan import StepPlan, StepResult
+from punica_core.scheduler.plan import CompletedStep, StepPlan
 from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
 
 RAISING, OVERFLOWING = 900, 901
@@ -19,19 +19,21 @@ RAISING, OVERFLOWING = 900, 901
 class FaultyRunner:
     """The fake model, with rows that fail. plan_sizes: rows of each plan executed."""
 
+    runs_ahead = False
+
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self.plan_sizes: list[int] = []
         self.is_broken = False
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> CompletedStep:
         self.plan_sizes.append(len(plan.rows))
         ids = {row.sequence.request_id for row in plan.rows}
         if self.is_broken or RAISING in ids:
             raise RuntimeError("device error")
         result = self._rig.model.execute(StepPlan(tuple(r for r in plan.rows if r.sequence.request_id < OVERFLOWING)))
         result.failed.update({request_id: "not finite" for request_id in ids if request_id >= OVERFLOWING})
-        return result
+        return CompletedStep(result)
 
 
 @pytest.fixture
