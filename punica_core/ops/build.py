@@ -24,7 +24,7 @@ ALL_ARCHS: Final = ("80", "86", "89", "90a", "100a", "120a")
 """Compute capabilities built by default, as far as nvcc knows them."""
 TORCH_TARGET_VERSION: Final = "0x020a000000000000"  # 2.10
 
-_FLAGS: Final = ("-std=c++20", "-O3", "-Xcompiler=-fPIC", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}")
+FLAGS: Final = ("-std=c++20", "-O3", "-Xcompiler=-fPIC", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}")
 
 
 class BuildError(RuntimeError):
@@ -82,7 +82,7 @@ def source_directory() -> Path:
 
 def build_key(sources: Path, archs: Sequence[str]) -> str:
     """Digest of everything the library depends on: sources, flags, target architectures."""
-    digest = hashlib.sha256(repr((_FLAGS, tuple(archs))).encode())
+    digest = hashlib.sha256(repr((FLAGS, tuple(archs))).encode())
     for path in sorted(p for p in sources.rglob("*") if p.suffix in {".h", ".cuh", ".cu", ".cpp"}):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
@@ -107,7 +107,7 @@ def build(output: Path, archs: Sequence[str], *, jobs: int = 2, toolchain: Toolc
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
-            command = [str(tools.nvcc), *_FLAGS, *(targets if source.suffix == ".cu" else [])]
+            command = [str(tools.nvcc), *FLAGS, *(targets if source.suffix == ".cu" else [])]
             include = [f"-I{tools.sources / 'include'}"]
             if source.suffix == ".cpp":
                 include.append(f"-I{tools.torch_include}")

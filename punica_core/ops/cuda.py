@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-import punica_core.ops  # noqa: F401  (defines the schemas that the library implements)
+import punica_core.ops
+import punica_core.ops.plan  # noqa: F401  (both define schemas that the library implements)
 from punica_core.ops.build import (
     LIBRARY_NAME,
     PREBUILT_DIRECTORY,

@@ -58,7 +58,7 @@ def test_rows_become_segments_of_equal_neighbours() -> None:
     plan.set_rows(np.asarray([-1, 0, 0, 3, 0], np.int32), SLOT_RANK)
     assert plan.seg_indptr.tolist() == [0, 1, 3, 4, 5]
     assert plan.seg_slot.tolist() == [-1, 0, 3, 0]
-    assert (plan.num_rows, plan.num_adapter_rows) == (5, 4)
+    assert (plan.num_rows, plan.has_adapters) == (5, True)
 
 
 def test_an_unchanged_step_is_not_sent_again() -> None:
@@ -90,6 +90,7 @@ def test_a_step_without_rows_is_valid() -> None:
     plan = SegmentPlan(8, max_rank=64)
     plan.set_rows(np.empty(0, np.int32), SLOT_RANK)
     assert plan.plan[Header.NUM_SHRINK_UNITS] == plan.plan[Header.NUM_EXPAND_SHARES] == plan.plan[Header.NUM_ROWS] == 0
+    assert not plan.has_adapters
 
 
 def test_the_worst_case_fits_the_capacity() -> None:
@@ -99,7 +100,7 @@ def test_the_worst_case_fits_the_capacity() -> None:
     mixed = SegmentPlan(4096, max_rank=256, max_segments=100)
     lengths = np.asarray([9] * 99 + [4096 - 9 * 99])
     mixed.set_rows(np.repeat(np.arange(100, dtype=np.int32), lengths), np.full(100, 256, np.int32))
-    assert mixed.num_adapter_rows == 4096
+    assert mixed.num_rows == 4096
 
 
 @pytest.mark.parametrize(

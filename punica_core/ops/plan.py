@@ -1,0 +1,177 @@
+"""Building a step's plan on the host: ops with a reference in numpy, which the compiled library replaces on the CPU.
+
+The layout is :class:`punica_core.ops.layout.Header`'s. The twin of ``csrc/include/punica/plan.h``, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from punica_core.ops.layout import (
+    EXPAND_SHARE_BYTES,
+    ITEM_WORDS,
+    MAX_EXPAND_SHARES,
+    SHRINK_CHUNK_SHORT,
+    SHRINK_CHUNK_TALL,
+    Header,
+)
+
+Int32Array = npt.NDArray[np.int32]
+
+_SHORT_ROWS = 8
+_MIDDLE_ROWS = 16
+_TALL_ROWS = 64
+_SHORT_SEGMENT = 32
+"""Rows of the longest segment that is cut into short tiles."""
+_TALL_SEGMENT = 128
+"""Rows of the longest segment of a decode step that is cut into middle tiles."""
+_MAX_DECODE_ROWS = 256
+"""Steps of more rows take the kernels for prompts."""
+
+_LIBRARY = torch.library.Library("punica", "FRAGMENT")
+
+
+def build_plan(plan: Tensor, seg_indptr: Tensor, seg_slot: Tensor, slot_rank: Tensor, max_rank: int) -> int:
+    """Write the plan of a step given by its segments, and return how many words it takes.
+
+    Args:
+        plan: int32 ``[capacity]`` on the CPU (mutated); words behind the plan keep their value.
+        seg_indptr: int32 ``[S+1]``, non-decreasing, starting at 0; empty segments are allowed.
+        seg_slot: int32 ``[S]``, -1 = base model.
+        slot_rank: int32 ``[N]``, for each slot the largest lora_rank over all modules.
+        max_rank: largest lora_rank allowed; where a row's adapter exceeds it, the result is minus the largest.
+
+    Raises:
+        RuntimeError, IndexError: seg_indptr is not as said, a slot does not exist, or the plan does not fit.
+    """
+    return int(torch.ops.punica.build_plan(plan, seg_indptr, seg_slot, slot_rank, max_rank))
+
+
+def build_row_plan(plan: Tensor, row_slots: Tensor, slot_rank: Tensor, max_segments: int, max_rank: int) -> int:
+    """:func:`build_plan` of segments that are runs of equal neighbours in ``row_slots``, int32 ``[T]``.
+
+    Raises:
+        RuntimeError, IndexError: as there, or more than ``max_segments`` segments.
+    """
+    return int(torch.ops.punica.build_row_plan(plan, row_slots, slot_rank, max_segments, max_rank))
+
+
+def capacity(max_rows: int, max_segments: int, max_rank: int) -> int:
+    """Words that the plan of any step of so many rows and segments fits in."""
+    tiles = min(max_rows, max_segments + max_rows // _SHORT_ROWS)
+    chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
+    return len(Header) + 2 * max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of rows with one adapter: first row, rows, slot, lora_rank; int32, equal lengths."""
+
+    starts: Int32Array
+    lengths: Int32Array
+    slots: Int32Array
+    ranks: Int32Array
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> _Runs:
+        return _Runs(self.starts[mask], self.lengths[mask], self.slots[mask], self.ranks[mask])
+
+    def cut(self, heights: Int32Array) -> _Runs:
+        """Runs of at most ``heights[i]`` rows each out of run i."""
+        pieces = -(-self.lengths // heights)
+        last = pieces.cumsum()
+        owner = np.arange(len(pieces)).repeat(pieces)
+        height = heights[owner]
+        offset = (np.arange(last[-1], dtype=np.int32) - (last - pieces)[owner]) * height
+        lengths = np.minimum(height, self.lengths[owner] - offset)
+        return _Runs(self.starts[owner] + offset, lengths, self.slots[owner], self.ranks[owner])
+
+
+def _heights(lengths: Int32Array, middle_limit: int) -> Int32Array:
+    """Rows of the tiles of each segment."""
+    return np.where(
+        lengths <= _SHORT_SEGMENT, _SHORT_ROWS, np.where(lengths <= middle_limit, _MIDDLE_ROWS, _TALL_ROWS)
+    ).astype(np.int32)
+
+
+def _shares(tiles: _Runs) -> Int32Array:
+    """Shares of each tile: one for every EXPAND_SHARE_BYTES that an output column of it moves."""
+    cost = (((tiles.ranks + 7) & -8) << 1) + (np.minimum(tiles.lengths, _MIDDLE_ROWS) << 2)
+    return (cost + (EXPAND_SHARE_BYTES - 1)) // EXPAND_SHARE_BYTES
+
+
+def _write_items(out: Int32Array, tiles: _Runs, counts: Int32Array, step: Int32Array, high: Int32Array) -> None:
+    """Fill ``[items, ITEM_WORDS]`` with ``counts[i]`` items of tile i; word 3 is ``k * step[i] | high[i] << 16``."""
+    owner = np.arange(len(counts)).repeat(counts)
+    index = np.arange(len(owner), dtype=np.int32) - (counts.cumsum() - counts)[owner]
+    out[:, 0], out[:, 1], out[:, 2] = tiles.starts[owner], tiles.lengths[owner], tiles.slots[owner]
+    out[:, 3] = index * step[owner] + (high << 16)[owner]
+
+
+def _reference_plan(plan: Tensor, seg_indptr: Tensor, seg_slot: Tensor, slot_rank: Tensor, max_rank: int) -> int:
+    return _write_plan(plan.numpy(), seg_indptr.numpy(), seg_slot.numpy(), slot_rank.numpy(), max_rank)
+
+
+def _reference_row_plan(plan: Tensor, row_slots: Tensor, slot_rank: Tensor, max_segments: int, max_rank: int) -> int:
+    rows = row_slots.numpy()
+    starts = np.flatnonzero(rows[1:] != rows[:-1]) + 1
+    indptr = np.zeros(len(starts) + 2 if len(rows) else 1, np.int32)
+    indptr[1:-1], indptr[-1] = starts, len(rows)
+    if len(indptr) - 1 > max_segments:
+        raise RuntimeError(f"{len(indptr) - 1} segments are more than allowed")
+    return _write_plan(plan.numpy(), indptr, rows[indptr[:-1]], slot_rank.numpy(), max_rank)
+
+
+def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_rank: Int32Array, max_rank: int) -> int:
+    lengths = indptr[1:] - indptr[:-1]
+    if indptr[0] != 0 or int(lengths.min(initial=0)) < 0:
+        raise RuntimeError("seg_indptr must start at 0 and not decrease")
+    runs = _Runs(indptr[:-1], lengths, slots, np.where(slots >= 0, slot_rank[slots], 0))
+    runs = runs.select((runs.ranks > 0) & (lengths > 0))
+    if (largest := int(runs.ranks.max(initial=0))) > max_rank:
+        return -largest
+    slot_offset = len(Header) + len(indptr)
+    expand_offset = -(-(slot_offset + len(slots)) // ITEM_WORDS) * ITEM_WORDS
+    num_shares = num_units = 0
+    if len(runs.starts):
+        heights = _heights(runs.lengths, _MIDDLE_ROWS if indptr[-1] > _MAX_DECODE_ROWS else _TALL_SEGMENT)
+        tiles = runs.cut(heights)
+        chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
+        chunk = chunk.repeat(-(-runs.lengths // heights))
+        chunks, shares = -(-tiles.ranks // chunk), _shares(tiles)
+        num_shares, num_units = int(shares.sum()), int(chunks.sum())
+        items = array[expand_offset : expand_offset + (num_shares + num_units) * ITEM_WORDS].reshape(-1, ITEM_WORDS)
+        if len(items) < num_shares + num_units:
+            raise RuntimeError(f"the plan does not fit {len(array)} words")
+        _write_items(items[:num_shares], tiles, shares, np.ones_like(shares), shares)
+        _write_items(items[num_shares:], tiles, chunks, chunk, chunk)
+    array[len(Header) : slot_offset] = indptr
+    array[slot_offset : slot_offset + len(slots)] = slots
+    array[slot_offset + len(slots) : expand_offset] = 0
+    shrink_offset = expand_offset + num_shares * ITEM_WORDS
+    rows = int(indptr[-1])
+    array[: len(Header)] = (
+        *(len(slots), rows, len(Header), slot_offset),
+        *(num_units, shrink_offset, num_shares, expand_offset),
+    )
+    return shrink_offset + num_units * ITEM_WORDS
+
+
+def _register() -> None:
+    # Not under the CPU key: there the compiled library registers its own.
+    key = "CompositeExplicitAutograd"
+    _LIBRARY.define(
+        "build_plan(Tensor(a!) plan, Tensor seg_indptr, Tensor seg_slot, Tensor slot_rank, int max_rank) -> int"
+    )
+    _LIBRARY.define(
+        "build_row_plan(Tensor(a!) plan, Tensor row_slots, Tensor slot_rank, int max_segments, int max_rank) -> int"
+    )
+    _LIBRARY.impl("build_plan", _reference_plan, key)
+    _LIBRARY.impl("build_row_plan", _reference_row_plan, key)
+
+
+_register()

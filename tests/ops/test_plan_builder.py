@@ -1,0 +1,100 @@
+"""The compiled plan builder writes what the numpy reference writes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from punica_core.ops import build, plan
+
+SLOT_RANK = torch.tensor([16, 1, 0, 64, 200, 33, 256, 8], dtype=torch.int32)
+MAX_SEGMENTS = 40
+CAPACITY = plan.capacity(6000, MAX_SEGMENTS, 256)
+
+segments = st.lists(st.tuples(st.integers(0, 150) | st.integers(200, 600), st.integers(-1, 7)), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Registers the builder alone: the kernels take minutes to compile."""
+    tools = build.Toolchain.find()
+    library: Path = tmp_path_factory.mktemp("plan") / "plan.so"
+    source = tools.sources / "src" / "bindings_plan.cpp"
+    include = [f"-I{tools.sources / 'include'}", f"-I{tools.torch_include}"]
+    link = ["-shared", "-Xlinker", "--no-as-needed", f"-L{tools.torch_lib}", "-ltorch"]
+    subprocess.run([nvcc, *build.FLAGS, *include, str(source), *link, "-o", str(library)], check=True)
+    torch.ops.load_library(str(library))
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("punica::build_plan", "CPU")
+
+
+def blank() -> torch.Tensor:
+    return torch.full((CAPACITY,), -7, dtype=torch.int32)
+
+
+def columns(runs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths, slots = np.asarray(runs, np.int32).reshape(-1, 2).T
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return torch.from_numpy(indptr), torch.from_numpy(slots.copy())
+
+
+@pytest.mark.usefixtures("compiled")
+@settings(deadline=None, max_examples=400)
+@given(segments)
+def test_plans_of_segments_are_equal_word_for_word(runs: list[tuple[int, int]]) -> None:
+    indptr, slots = columns(runs)
+    want, got = blank(), blank()
+    used = plan._reference_plan(want, indptr, slots, SLOT_RANK, 256)
+    assert plan.build_plan(got, indptr, slots, SLOT_RANK, 256) == used
+    assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("compiled")
+@settings(deadline=None, max_examples=200)
+@given(segments)
+def test_plans_of_rows_are_equal_word_for_word(runs: list[tuple[int, int]]) -> None:
+    rows = torch.tensor([slot for count, slot in runs for _ in range(count)], dtype=torch.int32)
+    want, got = blank(), blank()
+    used = plan._reference_row_plan(want, rows, SLOT_RANK, MAX_SEGMENTS, 256)
+    assert plan.build_row_plan(got, rows, SLOT_RANK, MAX_SEGMENTS, 256) == used
+    assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_rank_that_is_too_large_is_returned_as_its_negative() -> None:
+    indptr, slots = columns([(2, 3), (1, 4), (0, 6)])
+    assert plan.build_plan(blank(), indptr, slots, SLOT_RANK, 64) == -200
+    assert plan._reference_plan(blank(), indptr, slots, SLOT_RANK, 64) == -200
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("indptr", "slots", "words", "message"),
+    [
+        ([0, 2, 1], [0, 1], CAPACITY, "not decrease, see entry 2"),
+        ([1, 2], [0], CAPACITY, "start at 0"),
+        ([0, 2], [8], CAPACITY, "slot 8"),
+        ([0, 2], [0, 1], CAPACITY, "one entry more"),
+        ([0, 64], [4], 60, "60 words"),
+    ],
+    ids=["order", "start", "slot", "count", "capacity"],
+)
+def test_what_is_wrong_is_named_and_nothing_behind_the_plan_is_written(indptr, slots, words, message) -> None:
+    storage = blank()
+    arguments = (torch.tensor(indptr, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32), SLOT_RANK, 256)
+    with pytest.raises(RuntimeError, match=message):
+        plan.build_plan(storage[:words], *arguments)
+    assert (storage[words:] == -7).all()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_too_many_segments_of_rows_are_refused() -> None:
+    rows = torch.arange(6, dtype=torch.int32)
+    for builder in (plan.build_row_plan, plan._reference_row_plan):
+        with pytest.raises(RuntimeError, match="6 segments"):
+            builder(blank(), rows, SLOT_RANK, 5, 256)
