@@ -136,6 +136,11 @@ class Supervisor:
         if self._client is not None and self._state is State.READY:
             self._client.cancel(request_ids)
 
+    def forget(self, paths: Sequence[str]) -> None:
+        """No new sequence will use the adapters in these folders. A next life has never heard of them."""
+        if self._client is not None and self._state is State.READY:
+            self._client.forget(paths)
+
     async def stop(self) -> None:
         """End the engine and all of ours. Idempotent."""
         self._state = State.STOPPED

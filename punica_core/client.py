@@ -57,6 +57,9 @@ class EngineClient(Protocol):
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End these sequences; each still gets its terminal output."""
 
+    def forget(self, paths: Sequence[str]) -> None:
+        """No new sequence will use the adapters in these folders."""
+
     def kill(self) -> None:
         """End a stalled engine by force; `on_lost` follows."""
 
@@ -187,6 +190,9 @@ class WorkerClient:
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         self._send(protocol.Cancel(list(request_ids)))
+
+    def forget(self, paths: Sequence[str]) -> None:
+        self._send(protocol.Forget(list(paths)))
 
     async def stop(self) -> None:
         self._stopping = True

@@ -17,7 +17,7 @@ import msgspec
 
 from punica_core.config import EngineConfig, EngineLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
@@ -115,11 +115,18 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[int]
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """No new sequence will use the adapters in these folders: what is kept of them is given back when its last
+    sequence has ended. One that comes nevertheless is served, at the price of another load."""
+
+    paths: list[str]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit at once (the front end has drained)."""
 
 
-Command = Configure | Submit | Cancel | Shutdown
+Command = Configure | Submit | Cancel | Forget | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -127,6 +127,9 @@ class Loop:
                         outputs += self._engine.submit(sequences, time.monotonic())
                     case protocol.Cancel(request_ids=ids):
                         outputs += self._engine.cancel(ids, time.monotonic())
+                    case protocol.Forget(paths=paths):
+                        self._engine.forget(paths)
+                        self._busy = True  # or an idle worker would not tell what its gauges are now
                     case protocol.Shutdown():
                         return
                     case protocol.Configure():

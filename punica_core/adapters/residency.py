@@ -11,7 +11,8 @@ commits and stay if it fails, so a failed load changes nothing. While set apart 
 waits until that load has ended. A freshly loaded adapter keeps its place for `claim_seconds`, so that a burst of cold
 adapters larger than the tier cannot push each other out unused.
 
-Content has one copy: versions of equal adapter_key share a resident.
+Content has one copy: versions of equal adapter_key share a resident. Versions that nobody will ask for again are
+forgotten: at once, or when their last pin or their load ends.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class ResidencyTable:
         self._loads: dict[AdapterRef, _Load] = {}
         self._waiting: OrderedDict[AdapterRef, int] = OrderedDict()
         self._failed: OrderedDict[AdapterRef, tuple[float, PunicaError]] = OrderedDict()
+        self._doomed: set[AdapterRef] = set()  # to be forgotten; pinned or loading
         self._free_slots = deque(range(num_slots))
         self._charged_bytes = 0
         self._idle_bytes = 0  # of residents without pins that are not set apart
@@ -134,14 +136,15 @@ class ResidencyTable:
             raise ValueError(f"{ref.name!r} is not resident")
         if resident.pins == 0:
             self._idle_bytes -= resident.nbytes
+        self._doomed.discard(ref)
         resident.refs[ref] += 1
         resident.pins += 1
         resident.claim_until = 0.0
         self._lru.move_to_end(resident.slot)
         return resident
 
-    def unpin(self, ref: AdapterRef) -> None:
-        """Undo one pin; each pin is undone once."""
+    def unpin(self, ref: AdapterRef) -> tuple[Resident, ...]:
+        """Undo one pin; each pin is undone once. Returns residents that are gone: a forgotten one's last pin."""
         resident = self._versions.get(ref)
         if resident is None or resident.refs[ref] == 0:
             raise ValueError(f"{ref.name!r} has no pin to undo")
@@ -150,6 +153,21 @@ class ResidencyTable:
         if resident.pins == 0:
             self._idle_bytes += resident.nbytes
         self._lru.move_to_end(resident.slot)
+        return self._forget(ref) if ref in self._doomed and not resident.refs[ref] else ()
+
+    def forget(self, path: str) -> tuple[Resident, ...]:
+        """Nobody will ask for the versions of this folder again. Returns residents that are gone.
+
+        One that is pinned goes with its last pin, unless it is pinned anew before; one that is loading goes at commit.
+        """
+        for ref in [ref for ref in self._waiting if ref.path == path]:
+            del self._waiting[ref]
+        for ref in [ref for ref in self._failed if ref.path == path]:
+            del self._failed[ref]
+        versions = [ref for ref in self._versions if ref.path == path]
+        idle = [ref for ref in versions if not self._versions[ref].refs[ref]]
+        self._doomed.update(ref for ref in (*versions, *self._loads) if ref.path == path)
+        return tuple(resident for ref in idle for resident in self._forget(ref))
 
     def begin(self, ref: AdapterRef, now: float) -> bool:
         """A load starts; exactly one of `commit`, `wait`, `fail` ends it. For versions not loading or resident.
@@ -190,11 +208,14 @@ class ResidencyTable:
     def wait(self, ref: AdapterRef, nbytes: int) -> None:
         """A load ends without having found room for its nbytes."""
         self._roll_back(ref)
-        _remember(self._waiting, ref, nbytes)
+        if ref not in self._doomed:
+            _remember(self._waiting, ref, nbytes)
+        self._doomed.discard(ref)
 
     def fail(self, ref: AdapterRef, error: PunicaError, now: float) -> None:
         """A load ends badly: all is as before it, and the failure is remembered for retry_seconds."""
         self._roll_back(ref)
+        self._doomed.discard(ref)
         _remember(self._failed, ref, (now + self._retry_seconds, error))
 
     def commit(self, ref: AdapterRef, adapter_key: str, now: float) -> tuple[Resident, tuple[Resident, ...]]:
@@ -209,7 +230,7 @@ class ResidencyTable:
         if same is not None and same.leaves_for in (None, ref):
             self._roll_back(ref)
             self._join(same, ref)
-            return same, ()
+            return same, self._forget(ref) if ref in self._doomed else ()
         del self._loads[ref]
         self._charged_bytes -= load.charge
         for gone in load.leaving:
@@ -219,7 +240,7 @@ class ResidencyTable:
         self._idle_bytes += resident.nbytes
         self._lru[resident.slot] = self._by_key[adapter_key] = resident
         self._join(resident, ref)
-        return resident, load.leaving
+        return resident, (*load.leaving, *(self._forget(ref) if ref in self._doomed else ()))
 
     def check(self) -> None:
         """Assert every invariant; for tests and idle moments."""
@@ -241,6 +262,8 @@ class ResidencyTable:
         assert sum(len(resident.refs) for resident in residents) == len(self._versions)
         assert all(self._lru.get(resident.slot) is resident for resident in self._by_key.values())
         assert not self._versions.keys() & self._loads.keys()
+        assert self._doomed <= self._versions.keys() | self._loads.keys()
+        assert all(self._versions[ref].refs[ref] for ref in self._doomed & self._versions.keys())
         assert max(len(self._waiting), len(self._failed)) <= MAX_REMEMBERED
 
     def _choose_leaving(self, nbytes: int, now: float) -> tuple[Resident, ...] | None:
@@ -274,12 +297,27 @@ class ResidencyTable:
         # Older states of the same files that nobody uses will not be asked for again.
         for other in [known for known, pins in resident.refs.items() if known.path == ref.path and not pins]:
             del resident.refs[other], self._versions[other]
+            self._doomed.discard(other)
         resident.refs[ref] = 0
         self._versions[ref] = resident
+
+    def _forget(self, ref: AdapterRef) -> tuple[Resident, ...]:
+        """A version without pins is no more, nor is its resident if that was the last; one set apart is left to its
+        load, or to the LRU order."""
+        self._doomed.discard(ref)
+        resident = self._versions.pop(ref)
+        del resident.refs[ref]
+        if resident.refs or resident.leaves_for is not None:
+            return ()
+        self._charged_bytes -= resident.nbytes
+        self._idle_bytes -= resident.nbytes
+        self._drop(resident)
+        return (resident,)
 
     def _drop(self, resident: Resident) -> None:
         for ref in resident.refs:
             del self._versions[ref]
+            self._doomed.discard(ref)
         del self._lru[resident.slot]
         if self._by_key.get(resident.adapter_key) is resident:
             del self._by_key[resident.adapter_key]

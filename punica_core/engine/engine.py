@@ -90,6 +90,11 @@ class Engine:
         outputs = (self._scheduler.cancel(request_id, now) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
+    def forget(self, paths: Iterable[str]) -> None:
+        """Give back what is kept of the adapters in these folders, as soon as no sequence uses it."""
+        for path in paths:
+            self._adapters.forget(path)
+
     def step(self, now: float) -> tuple[list[SequenceOutput], bool]:
         """One schedule–execute–update round; of a runner that runs ahead, the next step's start and this one's end.
 

@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from punica_core.adapters.format import ModelShapes
-from punica_core.adapters.residency import Presence, ResidencyTable
+from punica_core.adapters.residency import Presence, ResidencyTable, Resident
 from punica_core.errors import AdapterError, AdapterLoadTimeout, AdapterTooLarge, InternalError, PunicaError
 from punica_core.lora.weights import AdapterReader, AdapterWeights, OpenAdapter
 from punica_core.protocol import AdapterLoad, AdapterRef
@@ -124,7 +124,12 @@ class AdapterCache:
     def release(self, ref: AdapterRef) -> None:
         """Undo one successful `acquire`. Raises ValueError for one too many."""
         with self._lock:
-            self._table.unpin(ref)
+            self._drop(self._table.unpin(ref))
+
+    def forget(self, path: str) -> None:
+        """Nobody will ask for the adapter in this folder again: give its memory back, if in use when that ends."""
+        with self._lock:
+            self._drop(self._table.forget(path))
 
     def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
         """Versions whose load failed since the last poll; loads without progress for load_timeout fail here."""
@@ -159,6 +164,10 @@ class AdapterCache:
             self._closed = True
             self._queue.clear()
             self._has_work.notify_all()
+
+    def _drop(self, gone: Iterable[Resident]) -> None:
+        for resident in gone:
+            del self._weights[resident.slot]
 
     def _enqueue(self, job: _Job) -> None:
         self._jobs[job.ref] = job
@@ -219,9 +228,10 @@ class AdapterCache:
             self._check_alive(job)
             now = self._clock()
             resident, gone = self._table.commit(job.ref, weights.key, now)
-            for other in gone:
-                del self._weights[other.slot]
+            self._drop(other for other in gone if other is not resident)  # before its slot gets others
             self._weights.setdefault(resident.slot, weights)  # an equal copy may be there
+            if resident in gone:  # it was forgotten while it was read
+                self._drop([resident])
             self._finish(job, "ok", now)
 
     def _reserve(self, job: _Job, nbytes: int) -> bool:

@@ -119,6 +119,27 @@ def test_two_names_of_equal_content_share_one_copy(make_cache: Make, adapter: Pa
     assert cache.stats().resident == 1
 
 
+def test_a_forgotten_adapter_gives_its_memory_back_when_its_last_user_ends(
+    make_cache: Make, folders: list[Path]
+) -> None:
+    cache = make_cache()
+    kept, left = adapter_ref(folders[0]), adapter_ref(folders[1])
+    grant = granted(cache, left)
+    granted(cache, kept)
+    tensors = cache.weights(grant.slot)
+    cache.forget(left.path)
+    assert cache.weights(grant.slot) is tensors
+    assert cache.stats().resident == 2
+    cache.release(left)
+    stats = cache.stats()
+    assert (stats.resident, stats.bytes_used) == (1, tensors.nbytes)
+    with pytest.raises(KeyError):
+        cache.weights(grant.slot)
+    again = granted(cache, left)  # it can be asked for again: another read
+    assert cache.weights(again.slot) is not tensors
+    assert [load.outcome for load in cache.stats().loads] == ["ok"]
+
+
 def test_the_key_is_of_the_content(adapter: Path, shapes: ModelShapes) -> None:
     def key() -> str:
         return load_adapter(adapter_ref(adapter), shapes, torch.float32, 256).key

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from punica_core.adapters import residency
-from punica_core.adapters.residency import Presence, ResidencyTable
+from punica_core.adapters.residency import Presence, ResidencyTable, Resident
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import AdapterRef, FileSignature
 
@@ -191,6 +193,86 @@ REFS = [make_ref(name, version) for name in "abcd" for version in range(2)]
 refs = st.sampled_from(REFS)
 
 
+def test_a_forgotten_adapter_that_is_idle_is_gone_at_once() -> None:
+    table = make_table()
+    a, b = make_ref("a"), make_ref("b")
+    load(table, a, 60)
+    load(table, b, 40)
+    (gone,) = table.forget(a.path)
+    assert gone.adapter_key == "key of /a"
+    assert (table.presence(a, 0), table.presence(b, 0)) == (Presence.ABSENT, Presence.RESIDENT)
+    assert table.bytes_used == 40
+    load(table, make_ref("c"), 60)
+    assert table.presence(b, 0) is Presence.RESIDENT  # nobody had to make room
+    table.check()
+
+
+def test_a_forgotten_adapter_that_is_in_use_goes_with_its_last_pin() -> None:
+    table = make_table()
+    a = make_ref("a")
+    load(table, a, 60)
+    table.pin(a)
+    table.pin(a)
+    assert table.forget(a.path) == ()
+    assert table.unpin(a) == ()
+    assert table.presence(a, 0) is Presence.RESIDENT
+    (gone,) = table.unpin(a)
+    assert gone.slot == 0
+    assert table.num_residents == 0
+    table.check()
+
+
+def test_a_pin_taken_after_an_adapter_was_forgotten_keeps_it() -> None:
+    table = make_table()
+    a = make_ref("a")
+    load(table, a, 60)
+    table.pin(a)
+    table.forget(a.path)
+    table.pin(a)
+    table.unpin(a)
+    assert table.unpin(a) == ()
+    assert table.presence(a, 0) is Presence.RESIDENT
+
+
+def test_content_that_another_folder_has_is_not_forgotten_with_the_first() -> None:
+    table = make_table()
+    a, b = make_ref("a"), make_ref("b")
+    load(table, a, 60, key="same")
+    load(table, b, 60, key="same")
+    assert table.forget(a.path) == ()
+    assert (table.presence(a, 0), table.presence(b, 0)) == (Presence.ABSENT, Presence.RESIDENT)
+    assert [resident.adapter_key for resident in table.forget(b.path)] == ["same"]
+    table.check()
+
+
+def test_an_adapter_forgotten_while_it_loads_does_not_stay() -> None:
+    table = make_table()
+    a, b = make_ref("a"), make_ref("b")
+    load(table, b, 100)
+    table.begin(a, 0)
+    table.reserve(a, 60, 0)
+    assert table.forget(a.path) == ()
+    resident, gone = table.commit(a, "a", 0)
+    assert resident in gone
+    assert table.num_residents == 0
+    table.check()
+
+
+def test_what_is_remembered_of_a_forgotten_adapter_is_gone_too() -> None:
+    table = make_table()
+    failed, waits, pinned = make_ref("failed"), make_ref("waits"), make_ref("pinned")
+    table.begin(failed, 0)
+    table.fail(failed, ERROR, 0)
+    load(table, pinned, 60)
+    table.pin(pinned)
+    table.begin(waits, 0)
+    table.wait(waits, 60)
+    for ref in (failed, waits):
+        table.forget(ref.path)
+        assert table.presence(ref, 0) is Presence.ABSENT
+    table.check()
+
+
 class ResidencyMachine(RuleBasedStateMachine):
     """Model: pins and loads as sets. Contents are few, so that versions often share one."""
 
@@ -200,6 +282,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.pinned: list[tuple[AdapterRef, int, str]] = []
         self.loading: dict[AdapterRef, int] = {}
+        self.held: dict[int, str] = {}  # what an owner has in its slots
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def pass_time(self, seconds: float) -> None:
@@ -218,7 +301,17 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.pinned) - 1))
-        self.table.unpin(self.pinned.pop(place)[0])
+        self.take_out(self.table.unpin(self.pinned.pop(place)[0]))
+
+    @rule(ref=refs)
+    def forget(self, ref: AdapterRef) -> None:
+        gone = self.table.forget(ref.path)
+        assert not {other.slot for other in gone} & {slot for _, slot, _ in self.pinned}
+        self.take_out(gone)
+
+    def take_out(self, gone: Iterable[Resident]) -> None:
+        for resident in gone:
+            assert self.held.pop(resident.slot) == resident.adapter_key
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), nbytes=st.integers(1, 12), content=st.integers(0, 4))
@@ -242,11 +335,15 @@ class ResidencyMachine(RuleBasedStateMachine):
             resident, gone = self.table.commit(ref, f"content {content}", self.now)
             assert not {other.slot for other in gone} & {slot for _, slot, _ in self.pinned}
             assert resident.adapter_key == f"content {content}"
+            self.take_out(other for other in gone if other is not resident)
+            assert self.held.setdefault(resident.slot, resident.adapter_key) == resident.adapter_key
+            self.take_out(other for other in gone if other is resident)
             del self.loading[ref]
 
     @invariant()
     def books_are_right(self) -> None:
         self.table.check()
+        assert self.held == {slot: resident.adapter_key for slot, resident in self.table._lru.items()}
 
     @invariant()
     def pinned_versions_keep_their_slots(self) -> None:

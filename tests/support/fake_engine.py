@@ -32,7 +32,7 @@ class FakeEngine:
     """reply: token ids (or an error) for each sequence; a reply shorter than max_tokens ends with `stop_token_id`.
 
     auto: run steps by itself, `step_seconds` apart; otherwise the test calls `step` or `emit`.
-    submissions and cancelled record what the front end asked for.
+    submissions, cancelled and forgotten record what the front end asked for.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class FakeEngine:
     ) -> None:
         self.submissions: list[list[NewSequence]] = []
         self.cancelled: list[int] = []
+        self.forgotten: list[str] = []
         self.stopped = False
         self.killed = False
         self._layout = EngineLayout(
@@ -97,6 +98,9 @@ class FakeEngine:
         ended = [request_id for request_id in request_ids if self._running.pop(request_id, None) is not None]
         outputs = [SequenceOutput(request_id, finish_reason=FinishReason.CANCELLED) for request_id in ended]
         asyncio.get_running_loop().call_soon(self.emit, Outputs(outputs))
+
+    def forget(self, paths: Sequence[str]) -> None:
+        self.forgotten += paths
 
     async def stop(self) -> None:
         self.stopped = True
