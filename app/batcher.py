@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class SequenceStream:
     """What the engine has produced for one sequence and its reader has not taken yet.
 
     finish_reason and error are set by the terminal output; cached_tokens and adapter_key come with the first token.
+    on_arrival: called for every output, whether anybody reads or not; returns whether the sequence is over.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class SequenceStream:
         "index",
         "last_output_at",
         "logprobs",
+        "on_arrival",
         "prompt_logprobs",
         "request",
         "request_id",
@@ -78,6 +81,7 @@ class SequenceStream:
         self.cached_tokens = 0
         self.adapter_key = ""
         self.last_output_at = 0.0
+        self.on_arrival: Callable[[], bool] | None = None
         self._announced = False
 
     def take_tokens(self) -> list[int]:
@@ -111,10 +115,14 @@ class SequenceStream:
             self._end(output.finish_reason, error)
         elif self.flight.eager:
             self._announce()
+        if self.on_arrival is not None and self.on_arrival():
+            self.cancel()
+            self._announce()
 
     def _observe(self, output: SequenceOutput, count: int, now: float) -> None:
         metrics = self.flight.metrics
         metrics.generated_tokens += count
+        self.flight.generated_tokens += count
         if self.last_output_at:
             metrics.inter_token.observe((now - self.last_output_at) / count, count)
         else:
@@ -136,23 +144,49 @@ class SequenceStream:
 class Flight:
     """The sequences of one client request, from admission to their ends. One reader awaits `changed` in a loop.
 
-    eager: wake the reader for every output (streams, stop strings), not only when a sequence has ended.
+    eager: wake the reader for every output (streams), not only when a sequence has ended.
     """
 
-    __slots__ = ("_batcher", "_changed", "_gone", "_waiter", "arrived_at", "eager", "metrics", "sequences")
+    __slots__ = (
+        "_batcher",
+        "_changed",
+        "_gone",
+        "_on_end",
+        "_seats",
+        "_waiter",
+        "adapter",
+        "arrived_at",
+        "eager",
+        "generated_tokens",
+        "metrics",
+        "sequences",
+    )
 
-    def __init__(self, batcher: Batcher, metrics: ModelMetrics, *, eager: bool, arrived_at: float) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        metrics: ModelMetrics,
+        adapter: AdapterRef | None,
+        on_end: Callable[[int], None],
+        *,
+        eager: bool,
+        arrived_at: float,
+    ) -> None:
         self._batcher = batcher
+        self._on_end = on_end
+        self._seats = 0
         self.metrics = metrics
+        self.adapter = adapter
         self.eager = eager
         self.arrived_at = arrived_at
+        self.generated_tokens = 0
         self.sequences: list[SequenceStream] = []
         self._changed: list[SequenceStream] = []
         self._waiter: asyncio.Future[None] | None = None
         self._gone = False
 
     async def changed(self) -> list[SequenceStream]:
-        """Sequences with news since the last call; waits for some. Raises ClientGone after `abandon`."""
+        """Sequences with news since the last call; waits for some, or for `nudge`. Raises ClientGone after `abandon`."""
         if not self._changed and not self._gone:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -166,6 +200,10 @@ class Flight:
             sequence._announced = False
         return changed
 
+    def nudge(self) -> None:
+        """Let a waiting reader go on without news."""
+        self._release_reader()
+
     def abandon(self) -> None:
         """The client left: cancel everything and release the reader."""
         self._gone = True
@@ -176,6 +214,12 @@ class Flight:
         """Cancel whatever has not ended. Idempotent; called when the reader is done, for whatever reason."""
         for sequence in self.sequences:
             self._batcher.cancel(sequence)
+
+    def _leave(self) -> None:
+        """One sequence gave its seat back."""
+        self._seats -= 1
+        if self._seats == 0:
+            self._on_end(self.generated_tokens)
 
     def _wake(self, sequence: SequenceStream) -> None:
         self._changed.append(sequence)
@@ -209,6 +253,8 @@ class Batcher:
         self._clock = clock
         self._ids = itertools.count(1)
         self._live: dict[int, SequenceStream] = {}
+        self._users: Counter[str] = Counter()  # live sequences by adapter folder
+        self._unused: dict[str, asyncio.Future[None]] = {}
         self._outbox: dict[int, NewSequence] = {}
         self._cancelled: list[int] = []
         self._flush_planned = False
@@ -235,14 +281,20 @@ class Batcher:
         tenant: str = "",
         eager: bool = True,
         arrived_at: float | None = None,
+        on_end: Callable[[int], None] = lambda generated_tokens: None,
     ) -> Flight:
         """Admit a request's sequences, all or none; they leave with all others of this turn of the loop.
 
+        on_end: called once when the last of them has given its seat back, for whatever reason, with the number of
+        tokens that were generated for them.
         Raises QueueFull, Draining, whatever check_ready raises, or InvalidRequest for more sequences than seats exist.
         """
         self._check_admission(len(requests))
         started = self._clock() if arrived_at is None else arrived_at
-        flight = Flight(self, metrics, eager=eager, arrived_at=started)
+        flight = Flight(self, metrics, adapter, on_end, eager=eager, arrived_at=started)
+        flight._seats = len(requests)
+        if adapter is not None:
+            self._users[adapter.path] += len(requests)
         for index, request in enumerate(requests):
             sequence = SequenceStream(next(self._ids), index, request, flight)
             flight.sequences.append(sequence)
@@ -293,22 +345,21 @@ class Batcher:
             sequence = live.get(output.request_id)
             if sequence is None:
                 continue
-            if output.finish_reason is not None:
-                self._remove(output.request_id)
             if sequence.finish_reason is None:
                 sequence._accept(output, now)
+            if output.finish_reason is not None:
+                self._remove(output.request_id)
 
     def fail_all(self, error: PunicaError) -> None:
         """End every live sequence with `error`. If an engine still runs them, it is told to stop."""
         sent = [request_id for request_id in self._live if request_id not in self._outbox]
         ended = list(self._live.values())
-        self._live.clear()
         self._outbox.clear()
         self._cancelled.clear()
-        self._idle.set()
         if sent:
             self._cancel(sent)
         for sequence in ended:
+            self._remove(sequence.request_id)
             sequence._end(FinishReason.ERROR, error)
 
     def begin_drain(self) -> None:
@@ -319,10 +370,29 @@ class Batcher:
         """Wait until no sequence is live."""
         await self._idle.wait()
 
+    async def wait_unused(self, path: str) -> None:
+        """Wait until no live sequence uses the adapter in this folder."""
+        while self._users[path]:
+            unused = self._unused.get(path)
+            if unused is None:
+                unused = self._unused[path] = asyncio.get_running_loop().create_future()
+            await asyncio.shield(unused)
+
     def _remove(self, request_id: int) -> None:
-        del self._live[request_id]
+        flight = self._live.pop(request_id).flight
+        if flight.adapter is not None:
+            self._give_back(flight.adapter.path)
         if not self._live:
             self._idle.set()
+        flight._leave()
+
+    def _give_back(self, path: str) -> None:
+        self._users[path] -= 1
+        if self._users[path] == 0:
+            del self._users[path]
+            unused = self._unused.pop(path, None)
+            if unused is not None:
+                unused.set_result(None)
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:

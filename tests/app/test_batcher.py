@@ -209,3 +209,46 @@ async def test_tokens_are_counted_under_the_model_that_was_asked_for() -> None:
     await turn()
     batcher.on_outputs([SequenceOutput(1, [4]), SequenceOutput(2, [4, 5])])
     assert (base.generated_tokens, sql.generated_tokens) == (1, 2)
+
+
+async def test_the_end_of_a_request_is_told_once_with_what_was_generated() -> None:
+    batcher, ends = batcher_of(Engine()), []
+    flight = batcher.open([REQUEST] * 2, ModelMetrics(), on_end=ends.append)
+    await turn()
+    batcher.on_outputs([SequenceOutput(1, [5, 6]), SequenceOutput(2, [7])])
+    batcher.on_outputs([SequenceOutput(1, [8], FinishReason.LENGTH)])
+    assert ends == []
+    flight.close()  # the second is cancelled; its seat is taken until the engine says so
+    assert ends == []
+    batcher.on_outputs([SequenceOutput(2, finish_reason=FinishReason.CANCELLED)])
+    assert ends == [4]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+async def test_the_end_is_told_also_when_all_fail_or_the_client_leaves_at_once(sent: bool) -> None:
+    batcher, ends = batcher_of(Engine()), []
+    batcher.open([REQUEST] * 2, ModelMetrics(), on_end=ends.append)
+    if sent:
+        await turn()
+    batcher.fail_all(WorkerLost("gone"))
+    assert ends == [0]
+    batcher.open([REQUEST] * 2, ModelMetrics(), on_end=ends.append).abandon()
+    assert ends == [0, 0]
+    assert batcher.in_flight == 0
+
+
+async def test_an_adapter_is_unused_when_its_last_sequence_has_given_its_seat_back() -> None:
+    batcher = batcher_of(Engine())
+    used = adapter("used")
+    batcher.open([REQUEST] * 2, ModelMetrics(), adapter=used)
+    batcher.open([REQUEST], ModelMetrics(), adapter=adapter("other"))
+    await turn()
+    waits = [asyncio.create_task(batcher.wait_unused(used.path)) for _ in range(2)]
+    await turn()
+    waits[0].cancel()  # one who waits no longer is no concern of the other
+    batcher.on_outputs([SequenceOutput(1, [5], FinishReason.LENGTH)])
+    await turn()
+    assert not waits[1].done()
+    batcher.on_outputs([SequenceOutput(2, [5], FinishReason.LENGTH)])
+    await asyncio.wait_for(waits[1], 5)
+    await asyncio.wait_for(batcher.wait_unused("/nobody"), 5)
