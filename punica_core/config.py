@@ -40,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: longest sequence (prompt + output) in tokens; 0 takes the model's own limit.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step; a longer prompt is prefilled in chunks.
+    lora: serve adapters; False refuses them and spends no memory or graphs on them.
     max_lora_rank: admission limit only; nothing is sized by it.
     adapter_host_bytes / adapter_gpu_bytes: byte budgets of the two adapter tiers; 0 sizes them from free memory.
     adapter_load_timeout: seconds after which a read that makes no progress fails its requests.
@@ -59,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    lora: bool = True
     max_lora_rank: int = 256
     adapter_host_bytes: int = 0
     adapter_gpu_bytes: int = 0
@@ -89,6 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "a step could not give every running sequence one token. Raise the former or lower the latter.",
                 param="max_num_batched_tokens",
             )
+        if self.adapters and not self.lora:
+            raise ConfigError(f"adapters is {self.adapters!r}, but lora is false: set one of them.", param="lora")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be above 0 and at most 1.",

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import transformers
 
+from punica_core.adapters.format import ModelShapes
 from punica_core.config import EngineConfig, EngineLayout
 from punica_core.engine.engine import Engine
 from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
 from punica_core.engine.sampler import Sampler
-from punica_core.errors import ConfigError
+from punica_core.errors import AdapterUnsupported, ConfigError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.weights import AdapterReader, OpenAdapter
 from punica_core.model.loader import LoadedModel, load_model
+from punica_core.protocol import AdapterRef
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.scheduler import Scheduler
 
@@ -52,7 +55,7 @@ def build_engine(
         adapter_bytes,
         max_lora_rank=config.max_lora_rank,
         load_timeout=config.adapter_load_timeout,
-        open_adapter=open_adapter,
+        open_adapter=open_adapter if config.lora else refuse_adapter,
         on_loaded=on_adapter_loaded,
     )
     pool = BlockPool(num_blocks)
@@ -81,6 +84,11 @@ def refuse_unwired(config: EngineConfig) -> None:
             "and set adapter_host_bytes.",
             param="adapter_gpu_bytes",
         )
+
+
+def refuse_adapter(ref: AdapterRef, shapes: ModelShapes, dtype: torch.dtype, max_lora_rank: int) -> NoReturn:
+    """Implements `OpenAdapter` for a worker without LoRA."""
+    raise AdapterUnsupported("this server serves the base model alone (lora is false).")
 
 
 def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> EngineLayout:
