@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, GenerationConfig
 
-from punica_core.config import EngineConfig, is_model_path
+from punica_core.config import EngineConfig, LoadFormat, is_model_path
 from punica_core.errors import ConfigError
 from punica_core.lora.layers import LinearGroup, LoRAContext
 from punica_core.model import attention
+from punica_core.model.attention import AttentionSpec
 from punica_core.model.fusing import install_lora, replace_head
 from punica_core.model.norms import fuse_norms
 from punica_core.model.probe import probe_attention, reference_logits
 from punica_core.model.shapes import KVShape, decoder_layers_path, module_shapes, parameter_bytes
 from punica_core.model.support import check_supported, max_model_len
 from punica_core.model.threads import limit_threads
+from punica_core.model.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOADING = "loading the model's weights"
+_LOADED = 0.8
+"""Share of the loading that is done when the weights are there."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -38,7 +42,8 @@ class LoadedModel:
     """A base model that serves: paged attention, LoRA-aware linears, inference mode.
 
     forward(input_ids [1, T], position_ids [1, T], paged=StepAttention, logits_to_keep=[n]) → logits [1, n, V].
-    groups: its LoRA-aware linears; lora: where the step's adapters go. module_shapes: (in, out) by module path.
+    attention_specs: how each layer attends. groups: its LoRA-aware linears; lora: where the step's adapters go.
+    module_shapes: (in, out) by module path.
     """
 
     model: nn.Module
@@ -50,6 +55,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     kv_shape: KVShape
+    attention_specs: tuple[AttentionSpec, ...]
     groups: tuple[LinearGroup, ...]
     lora: LoRAContext
     base_bytes: int
@@ -65,13 +71,20 @@ def load_model(config: EngineConfig, on_progress: Progress = lambda what, fracti
     if device.type == "cpu":
         logger.info("torch uses %d threads", limit_threads())
     model_dir = resolve_model_dir(config.model, on_progress)
-    hf_config = _read_config(model_dir)
+    hf_config = _read_config(model_dir, config.load_format)
     check_supported(hf_config)
     limit = max_model_len(hf_config, config.max_model_len)
     dtype = resolve_dtype(config, hf_config, device)
-    on_progress("loading the model's weights", 0.0)
-    model = _read_weights(model_dir, hf_config, dtype, device)
-    on_progress("checking the model", 0.8)
+    on_progress(_LOADING, 0.0)
+    model = load_weights(
+        model_dir,
+        hf_config,
+        dtype,
+        device,
+        lambda fraction: on_progress(_LOADING, _LOADED * fraction),
+        config.load_format,
+    )
+    on_progress("checking the model", _LOADED)
     return prepare(model, model_dir, limit)
 
 
@@ -89,7 +102,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
     replace_head(model)
     fuse_norms(model)
     model.set_attn_implementation(attention.ATTENTION_NAME)
-    kv_shape = probe_attention(model, hf_config, expected)
+    kv_shape, attention_specs = probe_attention(model, hf_config, expected)
     return LoadedModel(
         model=model,
         model_dir=model_dir,
@@ -100,6 +113,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
         eos_token_ids=eos_token_ids(model_dir, hf_config),
         max_model_len=limit,
         kv_shape=kv_shape,
+        attention_specs=attention_specs,
         groups=groups,
         lora=context,
         base_bytes=parameter_bytes(model),
@@ -142,10 +156,10 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def _read_config(model_dir: Path) -> Any:
+def _read_config(model_dir: Path, load_format: LoadFormat) -> Any:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} has no config.json, so it is not a Hugging Face model folder.", param="model")
-    if not any(model_dir.glob("*.safetensors")):
+    if load_format != "dummy" and not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
             f"{model_dir} has no *.safetensors file. Pickled weights (*.bin) are not read, since reading them can run "
             "code; convert them with save_pretrained.",
@@ -155,37 +169,6 @@ def _read_config(model_dir: Path) -> Any:
         return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"{model_dir / 'config.json'} cannot be used: {error}", param="model") from error
-
-
-def _read_weights(model_dir: Path, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with all of its weights; a folder that lacks some is refused instead of served half random."""
-    transformers_logging.disable_progress_bar()  # a worker has no terminal; progress goes to the front end
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation="sdpa" if hf_config.model_type not in _EAGER_REFERENCE else "eager",
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"{model_dir} cannot be loaded: {error}", param="model") from error
-    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if lacking:
-        raise ConfigError(
-            f"{model_dir} lacks {len(lacking)} of the model's tensors or has them in another shape, "
-            f"such as {', '.join(lacking[:3])}.",
-            param="model",
-        )
-    loaded: nn.Module = model.to(device)
-    return loaded
-
-
-_EAGER_REFERENCE = frozenset({"gemma2"})
-"""Models whose soft-capped scores transformers' SDPA path leaves out: eager attention is the one that is right."""
 
 
 def eos_token_ids(model_dir: Path, hf_config: Any) -> tuple[int, ...]:
