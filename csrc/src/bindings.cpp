@@ -155,6 +155,45 @@ void segment_gemm(Tensor y, Tensor x, Tensor arena, Tensor table, Tensor plan) {
            launch_config(y));
 }
 
+void kv_append(Tensor cache, Tensor key, Tensor value, Tensor kv_slots, int64_t layer) {
+  torch::stable::accelerator::DeviceGuard const guard(cache.get_device_index());
+  STD_TORCH_CHECK(cache.dim() == 6 && cache.is_contiguous(), "cache must be contiguous [blocks, L, 2, P, K, D]");
+  STD_TORCH_CHECK(cache.scalar_type() == ScalarType::BFloat16 || cache.scalar_type() == ScalarType::Half,
+                  "the CUDA kernel takes bfloat16 and float16");
+  STD_TORCH_CHECK(cache.size(5) % 8 == 0, "head dim must be a multiple of 8, got ", cache.size(5));
+  STD_TORCH_CHECK(layer >= 0 && layer < cache.size(1), "layer ", layer, " of ", cache.size(1));
+  STD_TORCH_CHECK(kv_slots.dim() == 1 && kv_slots.is_contiguous() && kv_slots.scalar_type() == ScalarType::Int,
+                  "kv_slots must be contiguous 1-D int32");
+  for (Tensor const* rows : {&key, &value}) {
+    STD_TORCH_CHECK(rows->dim() == 3 && rows->size(0) == kv_slots.size(0) && rows->size(1) == cache.size(4) &&
+                        rows->size(2) == cache.size(5) && rows->stride(2) == 1 && rows->stride(0) % 8 == 0 &&
+                        rows->stride(1) % 8 == 0 && rows->scalar_type() == cache.scalar_type() &&
+                        reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0,
+                    "key and value must be [T, K, D] of the cache's dtype with heads that start on 16 bytes");
+  }
+  int const element_size = 2;
+  int64_t const half = cache.stride(2);
+  auto* const keys = static_cast<char*>(cache.data_ptr()) + layer * cache.stride(1) * element_size;
+  punica::KvAppendParams params{};
+  params.key = key.data_ptr();
+  params.value = value.data_ptr();
+  params.keys = keys;
+  params.values = keys + half * element_size;
+  params.kv_slots = static_cast<int32_t const*>(kv_slots.data_ptr());
+  params.key_row_stride = key.stride(0);
+  params.key_head_stride = key.stride(1);
+  params.value_row_stride = value.stride(0);
+  params.value_head_stride = value.stride(1);
+  params.block_stride = cache.stride(0);
+  params.token_stride = cache.stride(3);
+  params.num_rows = to_int(kv_slots.size(0));
+  params.num_heads = to_int(cache.size(4));
+  params.head_dim = to_int(cache.size(5));
+  params.block_size = to_int(cache.size(3));
+  dispatch(cache, "kv_append", punica::launch_kv_append<__nv_bfloat16>, punica::launch_kv_append<__half>, params,
+           launch_config(cache));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(punica, CUDA, library) {
@@ -162,4 +201,5 @@ STABLE_TORCH_LIBRARY_IMPL(punica, CUDA, library) {
   library.impl("lora_embed", TORCH_BOX(&lora_embed));
   library.impl("lora_expand", TORCH_BOX(&lora_expand));
   library.impl("segment_gemm", TORCH_BOX(&segment_gemm));
+  library.impl("kv_append", TORCH_BOX(&kv_append));
 }

@@ -54,7 +54,7 @@ def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights], de
         ids += row.sequence.token_ids[row.start : end]
         positions += range(row.start, end)
         kv_rows.append(KVRow(first, row.start, row.count, row.block_table))
-        wanted = _wanted_logits(row)
+        wanted = wanted_logits(row)
         if wanted:
             logits.append(LogitsRange(row, len(logit_rows), wanted))
             logit_rows += range(first + row.count - wanted, first + row.count)
@@ -81,7 +81,7 @@ def samples_token(row: RowPlan) -> bool:
     return row.samples and row.sequence.sampling.max_tokens > 0
 
 
-def _wanted_logits(row: RowPlan) -> int:
+def wanted_logits(row: RowPlan) -> int:
     """How many of the row's last tokens need logits."""
     if scored_prompt_tokens(row):
         return row.count

@@ -6,6 +6,7 @@ and again through our attention; both must give the same logits. On the way the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ class AttentionProbe:
     """A `StepAttention` without a cache that notes what the layers ask for."""
 
     kv_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    specs: dict[int, AttentionSpec] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if key.shape != value.shape or query.size(-1) != key.size(-1):
@@ -39,7 +40,7 @@ class AttentionProbe:
         if layer in self.kv_shapes:
             raise UnsupportedAttention("it has several attentions in one layer")
         self.kv_shapes[layer] = (key.size(1), key.size(2))
-        self.windows[layer] = spec.window
+        self.specs[layer] = spec
         return attend_causally(query, key, value, spec, causal_mask(0, query.size(0), spec.window, query.device))
 
 
@@ -57,8 +58,8 @@ def reference_logits(model: nn.Module) -> Tensor:
     return logits
 
 
-def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> KVShape:
-    """Run the model through our attention and compare. Returns what its KV cache must hold.
+def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> tuple[KVShape, tuple[AttentionSpec, ...]]:
+    """Run the model through our attention and compare. Returns what its KV cache must hold and how each layer attends.
 
     The model's attention must have been set to `ATTENTION_NAME`. Raises `ConfigError`, by name, with what differs.
     """
@@ -79,12 +80,13 @@ def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> KVShape:
     shapes = set(probe.kv_shapes.values())
     if len(shapes) > 1:
         raise ConfigError(f"{name} cannot be served: its layers have KV of different shapes {shapes}.", param="model")
-    _check_windows(name, config, probe.windows)
+    specs = tuple(probe.specs[layer] for layer in range(layers))
+    _check_windows(name, config, [spec.window for spec in specs])
     _check_logits(name, logits.float(), expected.float(), _TOLERANCE[expected.dtype])
-    return KVShape(layers, *shapes.pop())
+    return KVShape(layers, *shapes.pop()), specs
 
 
-def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
+def _check_windows(name: str, config: Any, windows: Sequence[int | None]) -> None:
     """A window that a layer only put into its mask would be lost: the config and the calls must agree."""
     types = getattr(config, "layer_types", None)
     if not types:

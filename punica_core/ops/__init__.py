@@ -15,7 +15,7 @@ from torch import Tensor
 
 from punica_core.ops import reference
 
-__all__ = ["lora_apply", "lora_embed", "lora_expand", "lora_shrink", "segment_gemm"]
+__all__ = ["kv_append", "lora_apply", "lora_embed", "lora_expand", "lora_shrink", "segment_gemm"]
 
 _LIBRARY = torch.library.Library("punica", "DEF")
 
@@ -95,6 +95,21 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
     torch.ops.punica.segment_gemm(y, x, arena, table, plan)
 
 
+def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
+    """Write a step's keys and values into the paged cache.
+
+    **Semantics**: ``cache[slot // P, layer, 0, slot % P] = key[t]`` and ``cache[slot // P, layer, 1, slot % P] =
+    value[t]`` for each t whose ``slot = kv_slots[t]`` is not negative. No two tokens may have one slot.
+
+    Args:
+        cache: ``[blocks, L, 2, P, K, D]`` (mutated), contiguous; CUDA: bf16 or fp16, D a multiple of 8.
+        key, value: ``[T, K, D]``, elements of a head contiguous, dtype of the cache.
+        kv_slots: int32 ``[T]``, block_id * P + offset, or negative for rows that are padding.
+        layer: which L.
+    """
+    torch.ops.punica.kv_append(cache, key, value, kv_slots, layer)
+
+
 def lora_apply(
     y: Tensor,
     x: Tensor,
@@ -117,12 +132,14 @@ def _register() -> None:
         "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
+        "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
     }
     checks = {
         "lora_shrink": reference.check_shrink,
         "lora_expand": reference.check_expand,
         "lora_embed": reference.check_embed,
         "segment_gemm": reference.check_segment_gemm,
+        "kv_append": reference.check_kv_append,
     }
     for name, schema in schemas.items():
         _LIBRARY.define(name + schema)

@@ -125,6 +125,15 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
             y[rows] = _affine(out, arena, record, y.size(1)).to(y.dtype)
 
 
+def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
+    check_kv_append(cache, key, value, kv_slots, layer)
+    kept = (kv_slots >= 0).nonzero().squeeze(-1)
+    slots = kv_slots[kept].long()
+    block, offset = slots // cache.size(3), slots % cache.size(3)
+    cache[block, layer, 0, offset] = key[kept]
+    cache[block, layer, 1, offset] = value[kept]
+
+
 def _check_common(arena: Tensor, table: Tensor, plan: Tensor) -> None:
     torch._check(
         arena.dim() == 1 and arena.is_contiguous(),
@@ -209,3 +218,20 @@ def check_segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan:
     _check_rows("y", y, arena)
     torch._check(y.size(0) == x.size(0), lambda: f"x has {x.size(0)} rows, y has {y.size(0)}: want as many")
     torch._check(table.size(0) == 1, lambda: f"segment_gemm takes one slice, got {table.size(0)}")
+
+
+def check_kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
+    torch._check(
+        cache.dim() == 6 and cache.is_contiguous() and cache.size(2) == 2,
+        lambda: f"cache must be contiguous [blocks, L, 2, P, K, D], got {tuple(cache.shape)}",
+    )
+    torch._check(0 <= layer < cache.size(1), lambda: f"layer is {layer}, the cache has {cache.size(1)}")
+    torch._check(
+        kv_slots.dtype == torch.int32 and kv_slots.dim() == 1,
+        lambda: f"kv_slots must be 1-D int32, got {kv_slots.dtype} {tuple(kv_slots.shape)}",
+    )
+    for name, rows in (("key", key), ("value", value)):
+        torch._check(
+            rows.dim() == 3 and rows.size(0) == kv_slots.size(0) and rows.shape[1:] == cache.shape[4:],
+            lambda name=name, rows=rows: f"{name} must be [T, K, D] as kv_slots and cache say, got {tuple(rows.shape)}",
+        )

@@ -105,6 +105,24 @@ struct SegmentGemmParams {
   int out_features;
 };
 
+struct KvAppendParams {
+  void const* key;    // [T, K, D], elements of a head contiguous
+  void const* value;  // likewise
+  void* keys;         // the layer's keys in block 0: [blocks, P, K, D], strided between blocks
+  void* values;       // likewise
+  int32_t const* kv_slots;  // [T]: block_id * P + offset, or negative: nothing is written
+  int64_t key_row_stride;
+  int64_t key_head_stride;
+  int64_t value_row_stride;
+  int64_t value_head_stride;
+  int64_t block_stride;
+  int64_t token_stride;
+  int num_rows;
+  int num_heads;
+  int head_dim;  // a multiple of 8
+  int block_size;
+};
+
 template <typename T>
 cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config);
 template <typename T>
@@ -113,5 +131,7 @@ template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config);
 template <typename T>
 cudaError_t launch_segment_gemm(SegmentGemmParams const& params, LaunchConfig const& config);
+template <typename T>
+cudaError_t launch_kv_append(KvAppendParams const& params, LaunchConfig const& config);
 
 }  // namespace punica

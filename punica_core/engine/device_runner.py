@@ -1,0 +1,192 @@
+"""Executes step plans on a GPU without waiting for it: a step is packed, planned and queued while the last one runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from punica_core.engine.forward import ModelForward
+from punica_core.engine.graphs import DecodeGraphs
+from punica_core.engine.step_batch import MIN_ROWS, StepBatch, StepPacker
+from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
+from punica_core.lora.table_step import TableLoRA, has_adapters
+from punica_core.model.attention_op import AttentionBatch
+from punica_core.protocol import TokenLogprobs
+from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+
+
+class StepAttentionPlanner(Protocol):
+    """What is told of a step before its layers compute attention."""
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepare for the step, without waiting for the device."""
+
+
+class PendingSamples(Protocol):
+    """Tokens being sampled."""
+
+    token_ids: Tensor
+    """int64 [B] on the device."""
+
+    def result(self) -> list[SampledToken | None]:
+        """Waits for the device. None for a row whose logits are not all finite (-inf is)."""
+
+
+class DeviceSampler(Protocol):
+    """Chooses tokens without waiting for the device (see engine.device_sampler)."""
+
+    def launch(self, logits: Tensor, rows: Sequence[RowPlan]) -> PendingSamples:
+        """logits: [B, V], one row for each of `rows`; read before the current stream's later work."""
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], top: int) -> list[TokenLogprobs]:
+        """logits: [n, V] fp32; log-probabilities of token_ids [n] and the `top` best alternatives. Waits."""
+
+
+class DeviceRunner:
+    """Implements `engine.Runner`. graphs: captured decode steps, None to compute every step eagerly.
+
+    last_tokens: int64 [max_seqs], shared with `forward`: what the step launched last has sampled.
+    """
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        packer: StepPacker,
+        attention: StepAttentionPlanner,
+        lora: TableLoRA | None,
+        forward: ModelForward,
+        sampler: DeviceSampler,
+        last_tokens: Tensor,
+    ) -> None:
+        self._packer = packer
+        self._attention = attention
+        self._lora = lora
+        self._forward = forward
+        self._sampler = sampler
+        self._last_tokens = last_tokens
+        self._sampled_at: dict[int, int] = {}
+        self._graphs: DecodeGraphs | None = None
+
+    def launch(self, plan: StepPlan) -> PendingDeviceStep:
+        """Queue the plan's rows. Raises for faults that are not one row's own."""
+        with torch.inference_mode():
+            batch, logits = self._compute(plan.rows)
+            sampling = [part for part in batch.logits if samples_token(part.row)]
+            samples = self._sample(sampling, logits)
+        scored = [part for part in batch.logits if scored_prompt_tokens(part.row)]
+        return PendingDeviceStep(self._sampler, sampling, samples, scored, logits if scored else None)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and wait for them."""
+        return self.launch(plan).result() if plan.rows else StepResult()
+
+    def warm_up(self, num_rows: int, with_lora: bool) -> None:
+        """Run a step of `num_rows` padding rows of one sequence, as a prompt would be run: compiles what it needs."""
+        with torch.inference_mode():
+            self._run(self._packer.pack_padding(num_rows), with_lora)
+
+    def capture(self, sizes: Sequence[int], logits: Tensor) -> None:
+        """Capture decode steps of the given batch sizes. logits: [max size, V], the graphs' output.
+
+        The KV cache, the tables and the arena must be those that will serve.
+        """
+        graphs = DecodeGraphs(sorted(sizes), logits)
+        families = (True, False) if self._lora is not None else (False,)
+        with torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                batch = self._packer.pack((), {}, size, in_graph=True)
+                self._begin(batch)
+                for with_lora in families:
+                    graphs.capture(size, with_lora, functools.partial(self._forward, batch, with_lora=with_lora))
+        self._graphs = graphs
+
+    def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
+        """The packed step, and its logits [at least n, V] in the model's dtype."""
+        is_decode = all(row.count == 1 for row in rows)
+        # Logits that are read after the launch must not lie where the next graph puts its own.
+        can_replay = is_decode and not any(map(scored_prompt_tokens, rows))
+        size = self._graphs.size_for(len(rows)) if can_replay and self._graphs is not None else None
+        padded_to = size if size is not None else max(len(rows), MIN_ROWS) if is_decode else None
+        batch = self._packer.pack(rows, self._sampled_at, padded_to, in_graph=size is not None)
+        with_lora = self._lora is not None and has_adapters(batch.row_slots)
+        if size is None or self._graphs is None:
+            return batch, self._run(batch, with_lora)
+        self._begin(batch)
+        return batch, self._graphs.replay(size, with_lora)
+
+    def _run(self, batch: StepBatch, with_lora: bool) -> Tensor:
+        self._begin(batch)
+        return self._forward(batch, with_lora=with_lora)
+
+    def _begin(self, batch: StepBatch) -> None:
+        self._attention.begin(batch.attention)
+        if self._lora is not None:
+            self._lora.begin(batch.row_slots)
+
+    def _sample(self, sampling: Sequence[LogitsRange], logits: Tensor) -> PendingSamples | None:
+        """Queue the sampling of the rows' next tokens, and keep these where the next step's rows find them."""
+        self._sampled_at = {part.row.sequence.request_id: index for index, part in enumerate(sampling)}
+        if not sampling:
+            return None
+        wanted = [part.last for part in sampling]
+        if wanted == list(range(len(wanted))):
+            chosen = logits[: len(wanted)]
+        else:
+            index = torch.from_numpy(np.array(wanted, np.int64))
+            chosen = logits.index_select(0, index.to(logits.device, non_blocking=True))
+        samples = self._sampler.launch(chosen, [part.row for part in sampling])
+        self._last_tokens[: len(wanted)].copy_(samples.token_ids)
+        return samples
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDeviceStep:
+    """A step that was queued. `result` waits for it."""
+
+    sampler: DeviceSampler
+    sampling: Sequence[LogitsRange]
+    samples: PendingSamples | None
+    scored: Sequence[LogitsRange]
+    logits: Tensor | None
+
+    def result(self) -> StepResult:
+        """See `StepResult`. Raises what the device reported."""
+        result = StepResult()
+        if self.samples is not None:
+            for part, token in zip(self.sampling, self.samples.result(), strict=True):
+                request_id = part.row.sequence.request_id
+                if token is None:
+                    result.failed[request_id] = not_finite(part.row)
+                else:
+                    result.sampled[request_id] = token
+        for part in self.scored:
+            self._score(part, result)
+        return result
+
+    def _score(self, part: LogitsRange, result: StepResult) -> None:
+        assert self.logits is not None
+        request_id, token_ids = part.row.sequence.request_id, scored_prompt_tokens(part.row)
+        if request_id in result.failed:
+            return
+        with torch.inference_mode():
+            scores = self.logits[part.first : part.first + len(token_ids)].float()
+            if not bool(torch.isfinite(scores.sum(-1)).all()):
+                result.failed[request_id] = not_finite(part.row)
+                result.sampled.pop(request_id, None)
+                return
+            top = part.row.sequence.sampling.prompt_logprobs or 0
+            result.prompt_logprobs[request_id] = self.sampler.prompt_logprobs(scores, token_ids, top)
+
+
+def not_finite(row: RowPlan) -> str:
+    """The message for a row whose logits are NaN or infinite."""
+    key = row.sequence.adapter_key
+    culprit = f" Adapter {key[:12]} overflows." if key else ""
+    return f"The model's output has values that are NaN or infinite.{culprit}"

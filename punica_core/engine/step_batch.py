@@ -1,0 +1,296 @@
+"""From a step's plan to the tables that a GPU step reads: packed into one page-locked buffer, sent in one copy.
+
+The place of every table is a function of the step's padded sizes alone, so that what a CUDA graph has captured for them
+finds the tables of every later step of these sizes at the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from punica_core.engine.step_inputs import LogitsRange, wanted_logits
+from punica_core.model.attention import KVRow
+from punica_core.model.attention_op import AttentionBatch
+from punica_core.model.staging import PinnedRing
+from punica_core.scheduler.plan import BASE_SLOT, RowPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+MIN_ROWS = 2
+"""Least T and n of a step: compiled code would be made anew for a size of 0 or 1."""
+
+_ALIGNMENT = 4  # words: tables start on 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """num_rows: T. num_seqs: B. num_logits: n, of rows that need logits and of those that pad them."""
+
+    num_rows: int
+    num_seqs: int
+    num_logits: int
+
+    def tables(self) -> dict[str, int]:
+        """Words of each table but the last one, `kv_indices`, in order."""
+        return {
+            "token_ids": self.num_rows,
+            "sources": self.num_rows,
+            "positions": self.num_rows,
+            "kv_slots": self.num_rows,
+            "logit_rows": self.num_logits,
+            "last_block_len": self.num_seqs,
+            "qo_indptr": self.num_seqs + 1,
+            "kv_indptr": self.num_seqs + 1,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step on the device. token_ids, sources, positions: int32 [T]; logit_rows: int32 [n].
+
+    A row's token is the one at `sources` among those sampled last, or with -1 that of token_ids. row_slots: int32 [T]
+    on the host. logits: whose the logits are, in order.
+    """
+
+    sizes: BatchSizes
+    token_ids: Tensor
+    sources: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    attention: AttentionBatch
+    row_slots: Int32Array
+    logits: tuple[LogitsRange, ...]
+
+
+class BlockTables:
+    """The block tables of running sequences as arrays: a table only grows while its sequence runs."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self._max_sequences = max_sequences
+        self._tables: dict[int, tuple[int, int, Int32Array]] = {}
+
+    def of(self, row: RowPlan) -> Int32Array:
+        """int32 [blocks] of a row: a view, to be read before the next call for its sequence."""
+        sequence, blocks = row.sequence, row.block_table
+        admissions, known, table = self._tables.get(sequence.request_id, (-1, 0, _NO_BLOCKS))
+        if admissions != sequence.admissions:
+            known = 0  # preempted meanwhile: its blocks are others
+        count = len(blocks)
+        if count > len(table):
+            grown = np.empty(max(2 * count, 16), np.int32)
+            grown[:known] = table[:known]
+            table = grown
+        if count > known:
+            table[known:count] = blocks[known:]
+            known = count
+            self._tables[sequence.request_id] = (sequence.admissions, known, table)
+        return table[:count]
+
+    def keep_only(self, rows: Sequence[RowPlan]) -> None:
+        """Forget sequences that have ended, once many are known; `rows` are those of the step."""
+        if len(self._tables) > 4 * self._max_sequences:
+            ids = {row.sequence.request_id for row in rows}
+            self._tables = {key: value for key, value in self._tables.items() if key in ids}
+
+
+_NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+
+
+class StepPacker:
+    """Packs steps for one device.
+
+    max_rows, max_seqs: of the largest step. max_blocks: that all sequences of a step have together, padding included.
+    padding_block: a block that no sequence owns, for the sequences that pad a step.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        block_size: int,
+        max_rows: int,
+        max_seqs: int,
+        max_blocks: int,
+        padding_block: int,
+    ) -> None:
+        self._block_size = block_size
+        self._padding_block = padding_block
+        words = _total(BatchSizes(max_rows, max_seqs, max_rows).tables()) + max_blocks
+        self._device_words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._pinned = PinnedRing(4 * words, device)
+        self._blocks = BlockTables(max_seqs)
+
+    def pack(
+        self, rows: Sequence[RowPlan], sources: dict[int, int], padded_to: int | None, *, in_graph: bool
+    ) -> StepBatch:
+        """Send a step's tables to the device without waiting for it.
+
+        sources: by request_id, where the token of a `pending` row is among those sampled last. padded_to: B of a decode
+        step, to which sequences are added; None for steps that are not padded.
+        """
+        self._blocks.keep_only(rows)
+        sizes = _sizes(rows, padded_to)
+        staging = self._pinned.take().view(torch.int32)
+        host = _Views(staging.numpy(), sizes)
+        if padded_to is None:
+            logits = self._fill_mixed(host, rows, sources)
+        else:
+            logits = self._fill_decode(host, rows, sources, padded_to)
+        used = host.kv_indices_start + self._fill_blocks(host, rows, sizes.num_seqs)
+        self._device_words[:used].copy_(staging[:used], non_blocking=True)
+        self._pinned.sent()
+        return self._batch(host, rows, sizes, used, logits, in_graph)
+
+    def pack_padding(self, num_rows: int) -> StepBatch:
+        """A step of one sequence whose rows are all padding; nothing is written to the cache."""
+        sizes = BatchSizes(num_rows, 1, MIN_ROWS)
+        staging = self._pinned.take().view(torch.int32)
+        host = _Views(staging.numpy(), sizes)
+        for name, value in (("token_ids", 0), ("sources", -1), ("positions", 0), ("kv_slots", -1), ("logit_rows", 0)):
+            host[name][:] = value
+        host["last_block_len"][:] = (num_rows - 1) % self._block_size + 1
+        host["qo_indptr"][:] = (0, num_rows)
+        blocks = -(-num_rows // self._block_size)
+        host["kv_indptr"][:] = (0, blocks)
+        host.kv_indices(blocks)[:] = self._padding_block
+        used = host.kv_indices_start + blocks
+        self._device_words[:used].copy_(staging[:used], non_blocking=True)
+        self._pinned.sent()
+        return self._batch(host, (), sizes, used, (), False)
+
+    def _batch(
+        self,
+        host: _Views,
+        rows: Sequence[RowPlan],
+        sizes: BatchSizes,
+        used: int,
+        logits: tuple[LogitsRange, ...],
+        in_graph: bool,
+    ) -> StepBatch:
+        words = self._device_words
+
+        def view(name: str) -> Tensor:
+            start, length = host.places[name]
+            return words[start : start + length]
+
+        slots = np.full(sizes.num_rows, BASE_SLOT, np.int32)
+        counts = [row.count for row in rows]
+        filled = sum(counts)
+        slots[:filled] = np.repeat(np.array([row.slot for row in rows], np.int32), counts)
+        firsts = np.cumsum([0, *counts]).tolist()
+        return StepBatch(
+            sizes=sizes,
+            token_ids=view("token_ids"),
+            sources=view("sources"),
+            positions=view("positions"),
+            logit_rows=view("logit_rows"),
+            attention=AttentionBatch(
+                host_qo_indptr=host["qo_indptr"].copy(),
+                host_kv_indptr=host["kv_indptr"].copy(),
+                qo_indptr=view("qo_indptr"),
+                kv_indptr=view("kv_indptr"),
+                # A graph replays with more blocks than it was captured with, so it gets all that there is.
+                kv_indices=words[host.kv_indices_start :] if in_graph else words[host.kv_indices_start : used],
+                last_block_len=view("last_block_len"),
+                kv_slots=view("kv_slots"),
+                in_graph=in_graph,
+                kv_rows=tuple(
+                    KVRow(first, row.start, row.count, row.block_table)
+                    for row, first in zip(rows, firsts, strict=False)
+                ),
+            ),
+            row_slots=slots,
+            logits=logits,
+        )
+
+    def _fill_decode(
+        self, host: _Views, rows: Sequence[RowPlan], sources: dict[int, int], padded_to: int
+    ) -> tuple[LogitsRange, ...]:
+        count, size = len(rows), self._block_size
+        positions = np.array([row.start for row in rows], np.int32)
+        host["token_ids"][:count] = [0 if row.pending else row.sequence.token_ids[row.start] for row in rows]
+        host["sources"][:count] = [sources[row.sequence.request_id] if row.pending else -1 for row in rows]
+        host["positions"][:count] = positions
+        last = np.array([row.block_table[row.start // size] for row in rows], np.int32)
+        host["kv_slots"][:count] = last * size + positions % size
+        host["last_block_len"][:count] = positions % size + 1
+        for name, padding in (("token_ids", 0), ("sources", -1), ("positions", 0), ("kv_slots", -1)):
+            host[name][count:] = padding
+        host["last_block_len"][count:] = 1
+        host["logit_rows"][:] = np.arange(padded_to, dtype=np.int32)
+        host["qo_indptr"][:] = np.arange(padded_to + 1, dtype=np.int32)
+        return tuple(LogitsRange(row, index, 1) for index, row in enumerate(rows))
+
+    def _fill_mixed(self, host: _Views, rows: Sequence[RowPlan], sources: dict[int, int]) -> tuple[LogitsRange, ...]:
+        size = self._block_size
+        logits: list[LogitsRange] = []
+        first = num_logits = 0
+        host["qo_indptr"][0] = 0
+        for index, row in enumerate(rows):
+            end, to = row.start + row.count, first + row.count
+            host["token_ids"][first:to] = 0 if row.pending else row.sequence.token_ids[row.start : end]
+            host["sources"][first:to] = sources[row.sequence.request_id] if row.pending else -1
+            positions = np.arange(row.start, end, dtype=np.int32)
+            host["positions"][first:to] = positions
+            host["kv_slots"][first:to] = self._blocks.of(row)[positions // size] * size + positions % size
+            host["last_block_len"][index] = (end - 1) % size + 1
+            wanted = wanted_logits(row)
+            if wanted:
+                logits.append(LogitsRange(row, num_logits, wanted))
+                host["logit_rows"][num_logits : num_logits + wanted] = np.arange(to - wanted, to)
+                num_logits += wanted
+            first = to
+            host["qo_indptr"][index + 1] = to
+        host["logit_rows"][num_logits:] = 0
+        return tuple(logits)
+
+    def _fill_blocks(self, host: _Views, rows: Sequence[RowPlan], num_seqs: int) -> int:
+        """Fill kv_indptr and kv_indices; returns how many indices there are."""
+        size = self._block_size
+        tables = [self._blocks.of(row)[: -(-(row.start + row.count) // size)] for row in rows]
+        padding = num_seqs - len(rows)
+        indptr = host["kv_indptr"]
+        indptr[0] = 0
+        np.cumsum([*map(len, tables), *([1] * padding)], out=indptr[1:])
+        used = int(indptr[len(rows)])
+        indices = host.kv_indices(used + padding)
+        if tables:
+            np.concatenate(tables, out=indices[:used])
+        indices[used:] = self._padding_block
+        return used + padding
+
+
+class _Views:
+    """The tables of one step in a buffer of int32 words."""
+
+    def __init__(self, words: Int32Array, sizes: BatchSizes) -> None:
+        self._words = words
+        self.places: dict[str, tuple[int, int]] = {}
+        at = 0
+        for name, length in sizes.tables().items():
+            self.places[name] = (at, length)
+            at += -(-length // _ALIGNMENT) * _ALIGNMENT
+        self.kv_indices_start = at
+
+    def __getitem__(self, name: str) -> Int32Array:
+        start, length = self.places[name]
+        return self._words[start : start + length]
+
+    def kv_indices(self, count: int) -> Int32Array:
+        return self._words[self.kv_indices_start : self.kv_indices_start + count]
+
+
+def _total(tables: dict[str, int]) -> int:
+    return sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in tables.values())
+
+
+def _sizes(rows: Sequence[RowPlan], padded_to: int | None) -> BatchSizes:
+    if padded_to is not None:
+        return BatchSizes(padded_to, padded_to, padded_to)
+    return BatchSizes(sum(row.count for row in rows), len(rows), max(sum(map(wanted_logits, rows)), MIN_ROWS))

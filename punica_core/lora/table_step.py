@@ -1,0 +1,66 @@
+"""The LoRA of a step from the arena and its tables, through the SGMV ops: fixed buffers that a graph can replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from punica_core import ops
+from punica_core.lora.layers import LinearGroup
+from punica_core.lora.segments import Int32Array, SegmentPlan
+from punica_core.lora.tables import AdapterTables, Arena
+from punica_core.ops.layout import row_pitch, scratch_elements
+
+
+class TableLoRA:
+    """Implements `StepLoRA` for one model and all adapters in the tables.
+
+    groups: the model's, in the order in which their modules lie in `tables`. max_rows: T of the largest step.
+    max_rank: bound of every lora_rank. slot_rank: int32 [N], each slot's largest lora_rank, kept by the tables' owner.
+    """
+
+    def __init__(
+        self,
+        tables: AdapterTables,
+        arena: Arena,
+        groups: Sequence[LinearGroup],
+        *,
+        max_rows: int,
+        max_rank: int,
+    ) -> None:
+        device = arena.buffer.device
+        self._max_rank = row_pitch(max_rank)
+        self._arena = arena.buffer
+        self._slot_rank = tables.slot_rank
+        self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
+        self._plan = self._segments.plan
+        self._tables: list[Tensor] = []
+        first = 0
+        for group in groups:
+            self._tables.append(tables.group(first, len(group.paths)))
+            first += len(group.paths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan on the device."""
+        return int(self._plan.nbytes)
+
+    def begin(self, row_slots: Int32Array) -> None:
+        """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
+        self._segments.set_rows(row_slots, self._slot_rank)
+
+    def add(self, group: LinearGroup, x: Tensor, y: Tensor) -> None:
+        """See `StepLoRA.add`; T is the number of rows of the step begun last."""
+        # Compiled and captured code gives every layer the same memory for v.
+        elements = scratch_elements(x.size(0), len(group.out_features), self._max_rank)
+        v = torch.empty(elements, dtype=torch.float32, device=x.device)
+        table = self._tables[group.index]
+        ops.lora_apply(y, x, v, self._arena, table, self._plan, list(group.out_features), self._max_rank)
+
+
+def has_adapters(row_slots: Int32Array) -> bool:
+    """Whether any row uses an adapter."""
+    return bool(np.any(row_slots >= 0))

@@ -1,0 +1,111 @@
+"""Attention as an opaque op, so that compiled and captured code has one node a layer for it.
+
+An op can only be told tensors and numbers. Its `handle` names an `OpAttention`, which knows what the step looks like.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from punica_core.model.attention import AttentionSpec, KVRow, PagedAttention
+
+Int32Array = npt.NDArray[np.int32]
+
+_LIBRARY = torch.library.Library("punica", "FRAGMENT")
+_handles = itertools.count()
+_attached: WeakValueDictionary[int, OpAttention] = WeakValueDictionary()
+"""Who answers to a handle: an op has no other way to reach an object. Entries vanish with their owners."""
+
+
+class LayerAttention(Protocol):
+    """Attention over the KV cache, for the rows of the step that was begun last."""
+
+    def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [T, H, D], contiguous; key, value: [T, K, D] → [T, H, D], contiguous. Stores keys and values first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A step as attention sees it: B sequences (padding included), T rows.
+
+    qo_indptr, kv_indptr: int32 [B+1], on the host and on the device: rows and blocks of each sequence. last_block_len:
+    int32 [B], tokens in a sequence's last block. kv_indices: int32, the blocks of all sequences. kv_slots: int32 [T],
+    where the rows' own keys and values go, negative for padding. in_graph: B and T are those that a graph was, or is
+    being, captured for, with these very tensors. kv_rows: the same, without the padding, for attention that plans on
+    the host.
+    """
+
+    host_qo_indptr: Int32Array
+    host_kv_indptr: Int32Array
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    last_block_len: Tensor
+    kv_slots: Tensor
+    in_graph: bool
+    kv_rows: tuple[KVRow, ...]
+
+
+class GatheredAttention:
+    """Implements `LayerAttention` in plain torch: any dtype, head dim and device; waits for the device.
+
+    cache: [blocks, L, 2, P, K, D]. specs: of each layer.
+    """
+
+    def __init__(self, cache: Tensor, specs: Sequence[AttentionSpec]) -> None:
+        self._cache = cache
+        self._specs = tuple(specs)
+        self._rows = 0
+        self._step: PagedAttention | None = None
+
+    def set_cache(self, cache: Tensor) -> None:
+        """Use another cache of the same shape but for its number of blocks."""
+        self._cache = cache
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepare for a step."""
+        self._rows = sum(row.count for row in batch.kv_rows)
+        self._step = PagedAttention(self._cache, batch.kv_rows) if batch.kv_rows else None
+
+    def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.zeros_like(query)
+        if self._step is not None:
+            n = self._rows
+            out[:n] = self._step.attend(layer, query[:n], key[:n], value[:n], self._specs[layer])
+        return out
+
+
+class OpAttention:
+    """A `StepAttention` for compiled code, behind which a `LayerAttention` computes."""
+
+    def __init__(self, inner: LayerAttention) -> None:
+        self.inner = inner
+        self.handle = next(_handles)
+        _attached[self.handle] = self
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `StepAttention.attend`. What `spec` says was fixed per layer when the model was probed."""
+        out: Tensor = torch.ops.punica.paged_attention(query.contiguous(), key, value, layer, self.handle)
+        return out
+
+
+def _paged_attention(query: Tensor, key: Tensor, value: Tensor, layer: int, handle: int) -> Tensor:
+    return _attached[handle].inner.compute(layer, query, key, value)
+
+
+def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: int, handle: int) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+_LIBRARY.define("paged_attention(Tensor query, Tensor key, Tensor value, int layer, int handle) -> Tensor")
+_LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("punica::paged_attention", _shape_only, lib=_LIBRARY)

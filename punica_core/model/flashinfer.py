@@ -1,0 +1,176 @@
+"""Attention on an NVIDIA GPU over the paged KV cache, by FlashInfer (Ye et al. 2025, arXiv 2501.01005).
+
+Its tensor-core kernel for 16-bit prompts serves decode steps too. It works from a plan, made on the host once a step
+and sent ahead of the step, that cuts long contexts into pieces of similar cost. The kernels are called directly,
+without FlashInfer's wrapper classes: these copy the step's tables from ordinary memory, which makes the host wait for
+the device, and reuse one page-locked buffer, which a loop that runs ahead would overwrite before it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from punica_core import ops
+from punica_core.errors import ConfigError
+from punica_core.model.attention import AttentionSpec
+from punica_core.model.attention_op import AttentionBatch
+from punica_core.model.staging import PinnedRing
+
+HEAD_DIMS = (64, 128, 256)
+"""Head dims that the kernels exist for."""
+
+_INT_WORKSPACE_BYTES = 8 << 20
+_LAYOUT_NHD = 0
+_MASK_NONE, _MASK_CAUSAL = 0, 1
+_NO_POSITION_ENCODING = 0
+
+
+def unsupported_reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot serve a model, None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"its kernels exist for head dims {', '.join(map(str, HEAD_DIMS))}, the model's is {head_dim}"
+    return None
+
+
+class FlashInferAttention:
+    """Implements `LayerAttention`. cache: [blocks, L, 2, P, K, D], 16-bit; may be exchanged between steps.
+
+    specs: of each layer; layers that differ in window or soft cap get plans of their own. num_heads: H.
+    max_seqs: B of the largest graph.
+    """
+
+    def __init__(self, cache: Tensor, num_heads: int, specs: Sequence[AttentionSpec], max_seqs: int) -> None:
+        kinds = list(dict.fromkeys(specs))
+        self._num_heads = num_heads
+        self._max_seqs = max_seqs
+        self.set_cache(cache)
+        device, head_dim = cache.device, cache.size(-1)
+        workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
+        self._kinds = [_Kind(spec, cache.dtype, head_dim, workspace) for spec in kinds]
+        self._kind_of_layer = [self._kinds[kinds.index(spec)] for spec in specs]
+        self._batch: AttentionBatch | None = None
+
+    def set_cache(self, cache: Tensor) -> None:
+        """Use another cache of the same shape but for its number of blocks. No graph may have captured the old one."""
+        self._cache = cache
+        self._layers = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(cache.size(1))]
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Plan a step and send the plan to the device, without waiting for it."""
+        self._batch = batch
+        sizes = (self._num_heads, self._cache.size(4), self._cache.size(3), self._cache.size(5))
+        for kind in self._kinds:
+            kind.plan(batch, *sizes)
+
+    def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None, "no step was begun"
+        ops.kv_append(self._cache, key, value, batch.kv_slots, layer)
+        out = torch.empty_like(query)
+        self._kind_of_layer[layer].run(batch, query, *self._layers[layer], out)
+        return out
+
+    def _workspace_bytes(self) -> int:
+        """For the partial outputs of contexts cut in pieces: at most two blocks a multiprocessor, or one a sequence."""
+        num_kv_heads, head_dim = int(self._cache.size(4)), int(self._cache.size(5))
+        processors = int(torch.cuda.get_device_properties(self._cache.device).multi_processor_count)
+        group = self._num_heads // num_kv_heads
+        decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
+        tile_rows = max(self._max_seqs * decode_tile, -(-2 * processors // num_kv_heads) * 128)
+        return self._num_heads * (head_dim + 1) * 4 * tile_rows + (1 << 20)
+
+
+class _Kind:
+    """Layers that attend alike: one compiled module, and the plan of the running step."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype, head_dim: int, workspace: Tensor) -> None:
+        self._spec = spec
+        self._module = _module(dtype, head_dim, spec.window is not None, spec.softcap is not None)
+        self._workspace = workspace
+        self._int_workspace = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._pinned = PinnedRing(_INT_WORKSPACE_BYTES, workspace.device)
+        self._dependent_launch = torch.cuda.get_device_capability(workspace.device) >= (9, 0)
+        self._plan: Any = None
+
+    @property
+    def _window_left(self) -> int:
+        return -1 if self._spec.window is None else self._spec.window - 1
+
+    def plan(self, batch: AttentionBatch, num_heads: int, num_kv_heads: int, block_size: int, head_dim: int) -> None:
+        pinned = self._pinned.take()
+        kv_indptr = torch.from_numpy(batch.host_kv_indptr)
+        self._plan = self._module.plan(
+            self._workspace,
+            self._int_workspace,
+            pinned,
+            torch.from_numpy(batch.host_qo_indptr),
+            kv_indptr,
+            kv_indptr,  # lengths in tokens, which this kernel does not read
+            int(batch.host_qo_indptr[-1]),
+            len(batch.host_qo_indptr) - 1,
+            num_heads,
+            num_kv_heads,
+            block_size,
+            batch.in_graph,
+            head_dim,
+            head_dim,
+            True,  # causal
+            self._window_left,
+            -1,  # pieces of any size
+            False,  # contexts may be cut in pieces
+            0,  # no blocks of other kernels beside it
+        )
+        self._pinned.sent()
+
+    def run(self, batch: AttentionBatch, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        one_row_each = query.size(0) == batch.last_block_len.size(0)
+        self._module.paged_run(
+            self._workspace,
+            self._int_workspace,
+            self._plan,
+            query,
+            keys,
+            values,
+            batch.qo_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.last_block_len,
+            out,
+            None,  # no log-sum-exp
+            _MASK_NONE if one_row_each else _MASK_CAUSAL,
+            _LAYOUT_NHD,
+            self._window_left,
+            self._dependent_launch,
+            *(None,) * 6,  # no mask, slopes or items of its own
+            self._spec.softcap or 0.0,
+            self._spec.scaling,
+            1.0,  # RoPE is the model's
+            1.0,
+            0,
+        )
+
+
+def _module(dtype: torch.dtype, head_dim: int, has_window: bool, has_softcap: bool) -> Any:
+    """The compiled kernels; compiled on first use (tens of seconds) and kept on disk by FlashInfer.
+
+    Raises ConfigError when FlashInfer is not installed or cannot compile.
+    """
+    try:
+        from flashinfer.jit.attention import gen_batch_prefill_module
+    except ImportError as error:
+        raise ConfigError(
+            f"Serving on a GPU needs FlashInfer, which cannot be imported ({error}): pip install 'punica[gpu]'."
+        ) from error
+    sizes = (torch.int32, head_dim, head_dim, _NO_POSITION_ENCODING, has_window, has_softcap, False)
+    try:
+        return gen_batch_prefill_module("fa2", dtype, dtype, dtype, *sizes).build_and_load()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"FlashInfer could not compile its attention kernels; they need the CUDA toolkit's nvcc and ninja. {error}"
+        ) from error

@@ -1,0 +1,90 @@
+"""A `DeviceRunner` driven by hand, on any device: the parts that a GPU step goes through, attention aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from punica_core.config import BLOCK_SIZE
+from punica_core.engine.device_runner import DeviceRunner
+from punica_core.engine.forward import ModelForward
+from punica_core.engine.step_batch import StepPacker
+from punica_core.lora.table_step import TableLoRA
+from punica_core.lora.tables import AdapterTables, Arena, num_module_elements
+from punica_core.lora.weights import AdapterWeights
+from punica_core.model.attention_op import GatheredAttention, OpAttention
+from punica_core.protocol import TokenLogprobs
+from punica_core.scheduler.plan import RowPlan, SampledToken
+from tests.support.driven_runner import BLOCKS_EACH, DrivenRunner, RecordingSampler
+
+MAX_ROWS = 256
+MAX_SEQS = 16
+
+
+@dataclass
+class _Samples:
+    token_ids: Tensor
+    logits: Tensor
+
+    def result(self) -> list[SampledToken | None]:
+        finite = torch.isfinite(self.logits).all(-1).tolist()
+        tokens = self.token_ids.tolist()
+        return [SampledToken(token) if fine else None for token, fine in zip(tokens, finite, strict=True)]
+
+
+class GreedySampler(RecordingSampler):
+    """A `DeviceSampler` that records logits as `RecordingSampler` does."""
+
+    def launch(self, logits: Tensor, rows: Sequence[RowPlan]) -> _Samples:
+        logits = logits.float().clone()
+        for row, scores in zip(rows, logits, strict=True):
+            self.logits.setdefault(row.sequence.request_id, []).append(scores)
+        return _Samples(logits.argmax(-1), logits)
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], top: int) -> list[TokenLogprobs]:
+        return super().prompt_logprobs(logits.float(), token_ids, top)
+
+
+class DrivenDeviceRunner(DrivenRunner):
+    """Like `DrivenRunner`, through packed tables, the SGMV ops and (if `compiled`) torch.compile."""
+
+    def __init__(
+        self, base: PreTrainedModel, adapters: Mapping[int, AdapterWeights] | None = None, *, compiled: bool = False
+    ) -> None:
+        super().__init__(base, adapters)
+        loaded, device = self.loaded, self.loaded.device
+        lora = table_lora(self.loaded, self.adapters)
+        self.sampler = GreedySampler()
+        self.attention = OpAttention(GatheredAttention(self.kv_cache, loaded.attention_specs))
+        last_tokens = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
+        packer = StepPacker(
+            device,
+            block_size=BLOCK_SIZE,
+            max_rows=MAX_ROWS,
+            max_seqs=MAX_SEQS,
+            max_blocks=MAX_SEQS * BLOCKS_EACH,
+            padding_block=0,
+        )
+        forward = ModelForward(loaded, self.attention, lora, last_tokens, compiled=compiled)
+        self.runner = DeviceRunner(packer, self.attention.inner, lora, forward, self.sampler, last_tokens)
+
+
+def table_lora(loaded, adapters: Mapping[int, AdapterWeights]) -> TableLoRA | None:  # type: ignore[no-untyped-def]
+    """The adapters in an arena, each in its slot."""
+    if not adapters:
+        return None
+    paths = [path for group in loaded.groups for path in group.paths]
+    modules = {
+        slot: {paths.index(path): module for path, module in weights.modules.items()}
+        for slot, weights in adapters.items()
+    }
+    size = sum(num_module_elements(module) for each in modules.values() for module in each.values())
+    arena = Arena(size, dtype=loaded.dtype, device=loaded.device)
+    tables = AdapterTables(len(paths), max(adapters) + 1, device=loaded.device)
+    for slot, each in modules.items():
+        tables.write(slot, each, arena)
+    return TableLoRA(tables, arena, loaded.groups, max_rows=MAX_ROWS, max_rank=256)
