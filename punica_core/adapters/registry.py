@@ -6,6 +6,9 @@
 
 A folder is an adapter if it has an `adapter_config.json`; one nested level gives names like `org/name`. Nothing is
 opened here: names are checked before they reach the file system, then files are stat'ed.
+
+An administrator may add folders from elsewhere under names of their own (`add`), and take any name away (`remove`): a
+folder of the directory is then hidden until it is added, or it has gone and comes back.
 """
 
 from __future__ import annotations
@@ -15,14 +18,16 @@ import difflib
 import logging
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, signature_of
 from punica_core.adapters.header import CONVERT_PICKLE, shorten
-from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
+from punica_core.adapters.roots import AdapterRoots
+from punica_core.errors import AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from punica_core.protocol import AdapterRef
 
 MAX_NAME_LENGTH = 200
@@ -54,33 +59,118 @@ class _Listing:
 class AdapterRegistry:
     """root: the adapters' directory, or None for none. reserved_names: names of the base model; they win.
 
-    clock: seconds, for the age of listings only. Safe to call from several threads: a listing is replaced as a whole.
+    roots: where folders that are added may lie. clock: seconds, for the age of listings only.
+    Safe to call from several threads: a listing is replaced as a whole, as is what was added or hidden.
     """
 
     def __init__(
-        self, root: Path | None, reserved_names: Collection[str], clock: Callable[[], float] = time.monotonic
+        self,
+        root: Path | None,
+        reserved_names: Collection[str],
+        clock: Callable[[], float] = time.monotonic,
+        roots: AdapterRoots | None = None,
     ) -> None:
         self._root = None if root is None else os.path.realpath(root)
         self._reserved = frozenset(reserved_names)
         self._clock = clock
         self._listing: _Listing | None = None
         self._reported: set[str] = set()
+        self._roots = roots if roots is not None else AdapterRoots(())
+        self._lock = threading.Lock()  # for changes of the two below
+        self._added: Mapping[str, str] = {}  # name → folder
+        self._hidden: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
         """Names of all adapters, sorted. Whether they can be served shows when one is asked for."""
-        return list(self._current().names)
+        listed, added, hidden = self._current().names, self._added, self._hidden
+        if not added and not hidden:
+            return list(listed)
+        return sorted({*added, *(name for name in listed if name not in hidden)})
 
-    def resolve(self, name: str) -> AdapterRef:
+    def resolve(self, name: str, visible: Callable[[str], bool] | None = None) -> AdapterRef:
         """The adapter of that name with its files' state as of now.
 
+        visible: whether a name exists for who asks; None: all do. One that does not is not looked for.
         Raises ModelNotFound naming close matches, AdapterUnsupported if there are only pickled weights,
         AdapterInvalid if the weights are missing or not a regular file. No message tells a path of the server.
         """
-        folder = self._folder(name)
+        if visible is not None and not visible(name):
+            raise self._not_found(name, visible)
+        added = self._added.get(name)
+        if added is not None:
+            ref = self._ref(name, added, self._roots.stat)
+        else:
+            folder = None if name in self._hidden else self._folder(name)
+            ref = None if folder is None else self._ref(name, folder, self._stat_inside)
+        if ref is None:
+            raise self._not_found(name, visible)
+        return ref
+
+    def exists(self, name: str) -> bool:
+        """Whether the name is taken, be it by an adapter that cannot be served or by the base model."""
+        return name in self._reserved or name in self._added or self._listed_folder(name) is not None
+
+    def locate(self, name: str, path: str) -> AdapterRef:
+        """The adapter in a folder below the roots, under a name that it might be added with.
+
+        Raises InvalidRequest for a name that cannot be one or a path that leads elsewhere, ModelNotFound if there is no
+        adapter, and what `resolve` raises.
+        """
+        if name in self._reserved:
+            raise InvalidRequest(f"{name!r} is the base model's name.", param="lora_name")
+        if len(name) > MAX_NAME_LENGTH or not all(map(_is_part, name.split("/"))):
+            raise InvalidRequest(
+                f"lora_name is {shorten(name, 100)!r}; a name has at most {MAX_NAME_LENGTH} printable characters, no "
+                "backslash, and no part between slashes that is empty or begins with a dot.",
+                param="lora_name",
+            )
+        folder = self._roots.locate(path)
+        ref = self._ref(name, folder, self._roots.stat)
+        if ref is None:
+            raise ModelNotFound(f"The folder at lora_path has no {CONFIG_NAME}.", param="lora_path")
+        return ref
+
+    def add(self, ref: AdapterRef) -> None:
+        """Serve what `locate` found, in place of whatever has that name."""
+        with self._lock:
+            self._added = {**self._added, ref.name: ref.path}
+            self._hidden -= {ref.name}
+
+    def remove(self, name: str) -> str:
+        """Serve nothing under that name any more; returns the folder. Raises ModelNotFound."""
+        listed = self._listed_folder(name)
+        folder = self._added.get(name, listed)
+        if folder is None:
+            raise self._not_found(name, None)
+        with self._lock:
+            self._added = {other: path for other, path in self._added.items() if other != name}
+            if listed is not None:
+                self._hidden |= {name}
+        return folder
+
+    def folder_of(self, name: str) -> str | None:
+        """Where an adapter is, for who may know."""
+        return self._added.get(name) or self._listed_folder(name)
+
+    def serves(self, folder: str) -> bool:
+        """Whether there is a name for the adapter in this folder."""
+        if folder in self._added.values():
+            return True
+        below = self._root is not None and folder.startswith(f"{self._root}{os.sep}")
+        return below and self._listed_folder(os.path.relpath(folder, self._root)) is not None
+
+    def _listed_folder(self, name: str) -> str | None:
+        """The folder of the directory that has this name, a config, and was not hidden."""
+        folder = None if name in self._hidden else self._folder(name)
         config = None if folder is None else self._stat_inside(os.path.join(folder, CONFIG_NAME))
-        if folder is None or config is None or not stat.S_ISREG(config.st_mode):
-            raise self._not_found(name)
-        weights = self._stat_inside(os.path.join(folder, WEIGHTS_NAME))
+        return folder if config is not None and stat.S_ISREG(config.st_mode) else None
+
+    def _ref(self, name: str, folder: str, stat_of: Callable[[str], os.stat_result | None]) -> AdapterRef | None:
+        """The adapter in a folder; None if it has no config. stat_of: the state of a file that may be looked at."""
+        config = stat_of(os.path.join(folder, CONFIG_NAME))
+        if config is None or not stat.S_ISREG(config.st_mode):
+            return None
+        weights = stat_of(os.path.join(folder, WEIGHTS_NAME))
         if weights is None:
             raise _without_weights(name, folder)
         if not stat.S_ISREG(weights.st_mode):
@@ -129,6 +219,9 @@ class AdapterRegistry:
         else:
             listing = replace(listing, checked_at=now)
         self._listing = listing
+        if self._hidden:
+            with self._lock:
+                self._hidden = frozenset(name for name in self._hidden if self._has_config(name))
         return listing
 
     def _has_changed(self, listing: _Listing) -> bool:
@@ -190,8 +283,9 @@ class AdapterRegistry:
             self._reported.add(path)
             _log.warning(message, os.path.relpath(path, self._root) if os.path.isabs(path) else path)
 
-    def _not_found(self, name: str) -> ModelNotFound:
-        matches = close_matches(name, self._current().names)
+    def _not_found(self, name: str, visible: Callable[[str], bool] | None) -> ModelNotFound:
+        names = self.names()
+        matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
         return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param="model")
 
