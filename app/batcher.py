@@ -186,7 +186,7 @@ class Flight:
         self._gone = False
 
     async def changed(self) -> list[SequenceStream]:
-        """Sequences with news since the last call; waits for some, or for `nudge`. Raises ClientGone after `abandon`."""
+        """Sequences with news since the last call; waits for some or a nudge. Raises ClientGone after `abandon`."""
         if not self._changed and not self._gone:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -100,9 +100,10 @@ _MARK = "\ue000text\ue000"
 class ChatFormat:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool, prompt_logprobs: int | None = None) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._with_logprobs = with_logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._parts: dict[int, tuple[bytes, bytes]] = {}
 
     def begin(self, head: Head, *, usage_follows: bool) -> None:
@@ -143,7 +144,11 @@ class ChatFormat:
                     "finish_reason": outputs[index].finish_reason,
                 }
             )
-        return _encode(self._head.fields("chat.completion") | {"choices": choices, "usage": usage(job, outputs)})
+        body = self._head.fields("chat.completion") | {"choices": choices, "usage": usage(job, outputs)}
+        if self._prompt_logprobs is not None:
+            scored = outputs[0].stream.prompt_logprobs or []
+            body["prompt_logprobs"] = shapes.prompt_entries(scored, self._prompt_logprobs, self._token_bytes)
+        return _encode(body)
 
 
 def _delta(
@@ -166,10 +171,12 @@ class CompletionFormat:
         *,
         echo: bool,
         alternatives: int | None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._job = job
         self._echo = echo
+        self._prompt_logprobs = prompt_logprobs
         self._collectors = (
             [shapes.CompletionLogprobs(tokenizer.token_bytes, alternatives) for _ in job.requests]
             if alternatives is not None
@@ -215,19 +222,39 @@ class CompletionFormat:
         return self._chunks.usage_event(usage(job, outputs))
 
     def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
-        choices = []
-        for index, parts in enumerate(pieces):
-            prompt_lists = self._prompt_lists(index) if self._echo else None
-            lists = [prompt_lists, *(self._lists(index, part) for part in parts)]
-            text = "".join(part.text for part in parts)
-            choice = _text_choice(
-                index,
-                self._prompt_text(index) + text if self._echo else text,
-                shapes.joined([entry for entry in lists if entry]) if self._collectors is not None else None,
-                outputs[index].finish_reason,
-            )
-            choices.append(choice)
+        choices = [
+            self._choice(place, index, outputs[index], pieces[index])
+            for place, index in enumerate(_given_back(job, outputs))
+        ]
         return _encode(self._head.fields("text_completion") | {"choices": choices, "usage": usage(job, outputs)})
+
+    def _choice(self, place: int, index: int, output: OutputText, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Sequence `index` as choice `place`."""
+        prompt_lists = self._prompt_lists(index) if self._echo else None
+        lists = [prompt_lists, *(self._lists(index, piece) for piece in pieces)]
+        text = "".join(piece.text for piece in pieces)
+        choice = _text_choice(
+            place,
+            self._prompt_text(index) + text if self._echo else text,
+            shapes.joined([entry for entry in lists if entry]) if self._collectors is not None else None,
+            output.finish_reason,
+        )
+        if self._prompt_logprobs is not None:
+            scored = output.stream.prompt_logprobs or []
+            entries = shapes.prompt_entries(scored, self._prompt_logprobs, self._tokenizer.token_bytes)
+            choice["prompt_logprobs"] = entries
+        return choice
+
+
+def _given_back(job: Job, outputs: Sequence[OutputText]) -> list[int]:
+    """The sequences that become choices, in order: of each prompt's candidates those with the highest mean logprob."""
+    if job.choices == job.n:
+        return list(range(len(outputs)))
+    chosen: list[int] = []
+    for start in range(0, len(outputs), job.n):
+        ranked = sorted(range(start, start + job.n), key=lambda index: -outputs[index].mean_logprob)
+        chosen += ranked[: job.choices]
+    return chosen
 
 
 def _text_choice(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from app.batcher import SequenceRequest
+from app.chat_template import ChatTemplate
+from app.messages import Message
 from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core.errors import ContextLengthExceeded, InvalidRequest
@@ -32,45 +34,61 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as the engine sees it: choice `i` belongs to prompt `i // n`."""
+    """A request as the engine sees it: sequence `i` belongs to prompt `i // n`.
+
+    choices: how many of a prompt's n sequences are given back, the likeliest of them if fewer.
+    """
 
     prompts: list[Prompt]
     n: int
+    choices: int
     requests: list[SequenceRequest]
 
 
-async def chat_job(body: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
-    """Render and tokenize a conversation. Raises InvalidRequest or ContextLengthExceeded."""
-    messages = [message.for_template() for message in body.messages]
+async def chat_job(
+    body: ChatRequest, tokenizer: Tokenizer, max_model_len: int, template: ChatTemplate | None = None
+) -> Job:
+    """Render and tokenize a conversation. Raises InvalidRequest or ContextLengthExceeded.
+
+    template: in place of the base's own.
+    """
+    variables = body.template_variables()
 
     def prompt_ids() -> list[int]:
         text = tokenizer.render_chat(
-            messages,
+            [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs,
+            variables=variables,
+            template=template,
         )
-        _check_hopeless(text, tokenizer, max_model_len, "messages")
+        check_hopeless(text, tokenizer, max_model_len, "messages")
         return tokenizer.encode(text, add_special_tokens=False)
 
-    size = sum(len(message["content"] or "") for message in messages)
-    ids = await _off_loop_if_large(size, prompt_ids)
+    ids = await off_loop_if_large(text_size(body.messages), prompt_ids)
+    n = body.n or 1
+    if body.prompt_logprobs is not None:
+        _check_scored([Prompt(ids)], n, "prompt_logprobs")
     limit = _output_limit(len(ids), body.output_limit, max_model_len, default=None, prompt_field="messages")
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, tokenizer.vocab_size, limit, logprobs=alternatives)
-    return _job([Prompt(ids)], [sampling], body.n or 1)
+    sampling = _sampling(body, tokenizer.vocab_size, limit, logprobs=alternatives, prompt_logprobs=body.prompt_logprobs)
+    return _job([Prompt(ids)], [sampling], n, n)
 
 
 async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
     """Tokenize the prompts of a completion. Raises InvalidRequest or ContextLengthExceeded."""
-    size = sum(map(len, body.prompts))
-    prompts = await _off_loop_if_large(size, lambda: _completion_prompts(body, tokenizer, max_model_len))
+    given = body.prompts()
+    size = sum(map(len, given))
+    prompts = await off_loop_if_large(
+        size, lambda: _completion_prompts(given, tokenizer, max_model_len, with_text=bool(body.echo))
+    )
     samplings = []
-    prompt_logprobs = body.logprobs if body.echo else None
-    if body.max_tokens == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # the one thing for which the engine runs a prompt without generating
+    prompt_logprobs = _scored_alternatives(body)
+    logprobs = body.logprobs
+    if body.candidates > body.choices and logprobs is None:
+        logprobs = 0  # the best are chosen by them
     if prompt_logprobs is not None:
-        _check_scored(prompts, body.n or 1)
+        _check_scored(prompts, body.candidates, "echo" if body.prompt_logprobs is None else "prompt_logprobs")
     for prompt in prompts:
         limit = _output_limit(
             len(prompt.ids),
@@ -80,39 +98,56 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
             prompt_field="prompt",
         )
         samplings.append(
-            _sampling(body, tokenizer.vocab_size, limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+            _sampling(body, tokenizer.vocab_size, limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         )
-    return _job(prompts, samplings, body.n or 1)
+    return _job(prompts, samplings, body.candidates, body.choices)
 
 
-def _check_scored(prompts: list[Prompt], n: int) -> None:
+def _scored_alternatives(body: CompletionRequest) -> int | None:
+    """Alternatives to report for the prompt's tokens; None if they are not scored."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    if body.max_tokens == 0:
+        wanted.append(0)  # the one thing for which the engine runs a prompt without generating
+    return max((count for count in wanted if count is not None), default=None)
+
+
+def _check_scored(prompts: list[Prompt], n: int, field: str) -> None:
     scored = n * sum(len(prompt.ids) for prompt in prompts)
     if scored > MAX_SCORED_TOKENS and n * len(prompts) > 1:
         raise InvalidRequest(
-            f"echo with logprobs asks for those of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} "
+            f"{field} asks for the logprobs of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} "
             "are given. Lower n or split the request.",
-            param="echo",
+            param=field,
         )
 
 
-async def _off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
+async def off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
+    """Run `work` on `size` characters or ids, on a thread if it would hold the event loop."""
     return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
 
 
-def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> list[Prompt]:
+def text_size(messages: Sequence[Message]) -> int:
+    """Characters of a conversation."""
+    return sum(len(message.text or "") for message in messages)
+
+
+def _completion_prompts(
+    given: list[str] | list[list[int]], tokenizer: Tokenizer, max_model_len: int, *, with_text: bool
+) -> list[Prompt]:
     prompts = []
-    for given in body.prompts:
-        if isinstance(given, str):
-            _check_hopeless(given, tokenizer, max_model_len, "prompt")
-            prompts.append(Prompt(tokenizer.encode(given, add_special_tokens=True), given))
+    for prompt in given:
+        if isinstance(prompt, str):
+            check_hopeless(prompt, tokenizer, max_model_len, "prompt")
+            prompts.append(Prompt(tokenizer.encode(prompt, add_special_tokens=True), prompt))
         else:
-            _check_ids(given, tokenizer.vocab_size, "prompt")
-            text = tokenizer.decode(given, skip_special_tokens=False) if body.echo else ""
-            prompts.append(Prompt(given, text))
+            check_ids(prompt, tokenizer.vocab_size, "prompt")
+            text = tokenizer.decode(prompt, skip_special_tokens=False) if with_text else ""
+            prompts.append(Prompt(prompt, text))
     return prompts
 
 
-def _check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
+def check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
+    """Raises ContextLengthExceeded for a text that cannot fit, before it is tokenized."""
     fewest = tokenizer.fewest_tokens(text)
     if fewest > max_model_len:
         raise ContextLengthExceeded(
@@ -122,7 +157,8 @@ def _check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: 
         )
 
 
-def _check_ids(ids: list[int], vocab_size: int, field: str) -> None:
+def check_ids(ids: list[int], vocab_size: int, field: str) -> None:
+    """Raises InvalidRequest for ids outside the vocabulary."""
     highest = max(ids)
     if highest >= vocab_size:
         raise InvalidRequest(
@@ -161,7 +197,7 @@ def _sampling(
 ) -> SamplingParams:
     stop_token_ids = tuple(body.stop_token_ids or ())
     if stop_token_ids:
-        _check_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
+        check_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
@@ -190,7 +226,7 @@ def _given(value: float | None, default: float) -> float:
 
 def _logit_bias(body: GenerationRequest, vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
-    for key, value in (body.logit_bias or {}).items():
+    for key, value in body.biases().items():
         if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) < vocab_size):
             raise InvalidRequest(
                 f"logit_bias: {key[:40]!r} is not a token id (0 to {vocab_size - 1}).", param="logit_bias"
@@ -199,13 +235,13 @@ def _logit_bias(body: GenerationRequest, vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int) -> Job:
+def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int, choices: int) -> Job:
     requests = [
         SequenceRequest(prompt.ids, _with_seed(sampling, choice))
         for prompt, sampling in zip(prompts, samplings, strict=True)
         for choice in range(n)
     ]
-    return Job(prompts, n, requests)
+    return Job(prompts, n, choices, requests)
 
 
 def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:

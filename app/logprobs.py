@@ -41,6 +41,33 @@ def _chat_entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[
     return {"token": piece.decode(errors="replace"), "logprob": clamp(logprob), "bytes": list(piece)}
 
 
+def prompt_entries(
+    logprobs: Sequence[TokenLogprobs | None], alternatives: int, token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has it: for each position token id → logprob, rank and text; None for the first.
+
+    rank: place among the alternatives, from 1; null for a token that is not one of them.
+    """
+    return [None if entry is None else _prompt_entry(entry, alternatives, token_bytes) for entry in logprobs]
+
+
+def _prompt_entry(entry: TokenLogprobs, alternatives: int, token_bytes: TokenBytes) -> dict[str, Any]:
+    ranks: dict[int, int] = {}
+    shown = {entry.token_id: entry.logprob}
+    for rank, (token, logprob) in enumerate(entry.top, 1):
+        ranks[token] = rank
+        if rank <= alternatives:
+            shown.setdefault(token, logprob)
+    return {
+        str(token): {
+            "logprob": clamp(logprob),
+            "rank": ranks.get(token),
+            "decoded_token": token_bytes(token).decode(errors="replace"),
+        }
+        for token, logprob in shown.items()
+    }
+
+
 class CompletionLogprobs:
     """Collects one choice's parallel lists; offsets count characters of the choice's text."""
 
@@ -73,7 +100,8 @@ class CompletionLogprobs:
     def _alternatives_of(self, entry: TokenLogprobs, piece: bytes) -> dict[str, float] | None:
         if not self._alternatives:
             return None
-        found = {token_text(self._token_bytes(token)): clamp(logprob) for token, logprob in entry.top}
+        top = entry.top[: self._alternatives]  # prompt_logprobs may have asked for more
+        found = {token_text(self._token_bytes(token)): clamp(logprob) for token, logprob in top}
         found.setdefault(token_text(piece), clamp(entry.logprob))
         return found
 

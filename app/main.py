@@ -15,10 +15,10 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.access import Access
 from app.api_errors import error_response, plain_error_response
 from app.openapi import document
-from app.routes import generate, models, ops
-from app.schemas import ChatRequest, CompletionRequest
+from app.routes import admin, generate, models, ops, tokenization
 from app.service import Service, version
 from app.settings import Settings
 from punica_core.client import EngineClient
@@ -59,20 +59,23 @@ def app_of(service: Service) -> FastAPI:
         redoc_url=None,
         version=version(),
         lifespan=lifespan,
-        middleware=[Middleware(RequestEnvelope)],
+        middleware=[Middleware(RequestEnvelope), Middleware(Access, service=service)],
         exception_handlers={HTTPException: _http_error},
     )
     app.state.service = service
-    app.openapi = document(app, [ChatRequest, CompletionRequest])  # type: ignore[method-assign]  # FastAPI's own way
-    for routes in (generate, models, ops):
+    app.openapi = document(app)  # type: ignore[method-assign]  # FastAPI's own way
+    for routes in (generate, models, ops, tokenization, admin):
         app.include_router(routes.router)
     return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """The router's own errors (no such path, wrong method) in our envelope."""
-    status, detail = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "")
-    return plain_error_response(status, f"{request.method} {request.url.path[:200]}: {detail}.")
+    assert isinstance(error, HTTPException)  # what this handler is registered for
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    response = plain_error_response(error.status_code, message)
+    response.headers.update(error.headers or {})
+    return response
 
 
 class RequestEnvelope:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 from app.batcher import SequenceStream
 from app.detokenizer import Detokenizer, StopStrings
+from app.logprobs import clamp
 from punica_core.errors import InternalError
 from punica_core.protocol import FinishReason, TokenLogprobs
+
+_ENDS_OF_TEXT = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(slots=True)
@@ -28,17 +31,24 @@ class Piece:
 class OutputText:
     """Reads a SequenceStream. completion_tokens counts what was given out, stop tokens included.
 
-    Tokens that the engine generated beyond a stop string (it learns of it by our cancel) are neither given out nor
-    counted. Stop strings are looked for once min_tokens are there.
+    Without stop strings, tokens become text when they are read: a slow reader gets more at once. With stop strings they
+    become text as they arrive, whether anybody reads or not, and a stop string that is found ends the sequence at once.
+    Tokens that the engine generated beyond it (it learns of it by our cancel) are neither given out nor counted. Stop
+    strings are looked for once min_tokens are there.
+
+    finish_reason: set when the end is known. is_read: the last piece was taken.
     """
 
     __slots__ = (
         "_detokenizer",
         "_keep_stop_token",
+        "_logprob_sum",
         "_min_tokens",
+        "_ready",
         "_stops",
         "completion_tokens",
         "finish_reason",
+        "is_read",
         "stream",
     )
 
@@ -53,32 +63,63 @@ class OutputText:
         self.stream = stream
         self.completion_tokens = 0
         self.finish_reason: str | None = None
+        self.is_read = False
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._keep_stop_token = include_stop
         self._min_tokens = stream.request.sampling.min_tokens
+        self._logprob_sum = 0.0
+        self._ready = Piece("")
+        if self._stops is not None:
+            stream.on_arrival = self._look_for_stop
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens that count, a stop token included. Needs logprobs to have been asked for."""
+        return self._logprob_sum / max(self.completion_tokens, 1)
 
     def read(self) -> Piece:
         """What arrived since the last call. Raises the error that ended the sequence."""
-        stream = self.stream
-        if self.finish_reason is not None:
+        if self.is_read:
             return Piece("")
-        if stream.error is not None:
-            raise stream.error
+        if self.finish_reason is None and self.stream.error is not None:
+            raise self.stream.error
+        if self._stops is None:
+            piece = self._taken()
+        else:
+            if self.finish_reason is None and self.stream.finish_reason is not None:
+                self._end(self.stream.finish_reason)
+            piece, self._ready = self._ready, Piece("")
+        self.is_read = piece.finish_reason is not None
+        return piece
+
+    def _taken(self) -> Piece:
+        stream = self.stream
         token_ids, logprobs = stream.take_tokens(), stream.take_logprobs()
         ended = stream.finish_reason
-        if self._stops is not None:
-            return self._read_by_token(token_ids, logprobs, self._stops)
         self.completion_tokens += len(token_ids)
+        self._add(logprobs)
         if ended is None:
             return Piece(self._detokenizer.push(token_ids), logprobs)
         shown = self._shown(token_ids)
         text = self._detokenizer.push(shown) + self._detokenizer.flush()
         return Piece(text, logprobs[: len(shown)], self._end(ended))
 
-    def _read_by_token(self, token_ids: list[int], logprobs: list[TokenLogprobs], stops: StopStrings) -> Piece:
+    def _look_for_stop(self) -> bool:
+        """Take what arrived. Returns whether it completed a stop string: then the sequence is over."""
+        if self.finish_reason is not None or self.stream.finish_reason not in _ENDS_OF_TEXT:
+            return False  # read() says what is wrong
+        assert self._stops is not None
+        found, ready = self._read_by_token(self._stops), self._ready
+        ready.text += found.text
+        ready.logprobs += found.logprobs
+        ready.finish_reason = found.finish_reason
+        return found.finish_reason is not None
+
+    def _read_by_token(self, stops: StopStrings) -> Piece:
         """Token by token, so that the count ends with the token that completed a stop string."""
         texts: list[str] = []
+        token_ids, logprobs = self.stream.take_tokens(), self.stream.take_logprobs()
         shown = self._shown(token_ids)
         for position, token_id in enumerate(shown):
             self.completion_tokens += 1
@@ -90,14 +131,20 @@ class OutputText:
             texts.append(text)
             if found:
                 self.finish_reason = "stop"
+                self._add(logprobs[: position + 1])
                 return Piece("".join(texts), logprobs[: position + 1], "stop")
         self.completion_tokens += len(token_ids) - len(shown)
+        self._add(logprobs)
         ended = self.stream.finish_reason
         if ended is None:
             return Piece("".join(texts), logprobs)
         text, found = stops.push(self._detokenizer.flush())
         texts += [text] if found else [text, stops.flush()]
         return Piece("".join(texts), logprobs[: len(shown)], self._end(ended))
+
+    def _add(self, logprobs: list[TokenLogprobs]) -> None:
+        for entry in logprobs:
+            self._logprob_sum += clamp(entry.logprob)
 
     def _shown(self, token_ids: list[int]) -> list[int]:
         """Without the stop token at the end, which is no part of the text unless asked for."""
@@ -108,7 +155,7 @@ class OutputText:
         return token_ids
 
     def _end(self, reason: FinishReason) -> str:
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason not in _ENDS_OF_TEXT:
             raise InternalError(f"The engine ended the sequence with {reason.value!r}.")
         self.finish_reason = reason.value
         return self.finish_reason

@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from app.adapter_loading import AdapterLoader
+from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
+from app.chat_template import ChatTemplate
 from app.formats import Head
+from app.keys import ApiKey, KeyStore
+from app.limits import KeyUsages
 from app.metrics import Metrics
 from app.settings import Settings
 from app.supervisor import State, Supervisor
@@ -19,6 +24,7 @@ from app.tokenizer import Tokenizer
 from app.tokenizer_files import tokenizer_folder
 from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.registry import AdapterRegistry
+from punica_core.adapters.roots import AdapterRoots
 from punica_core.client import EngineClient
 from punica_core.config import EngineConfig, EngineLayout, is_model_path
 from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
@@ -51,6 +57,16 @@ def _check_folders(config: EngineConfig) -> None:
         )
 
 
+def _read_template(path: str) -> str | None:
+    """The chat template that replaces the model's. Raises ConfigError."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template is {path!r}, which cannot be read: {error}.", param="chat_template") from None
+
+
 class Service:
     """Settings, engine, batcher, tokenizer, adapters and metrics of one server; `start` before use, `stop` after.
 
@@ -69,7 +85,16 @@ class Service:
         self.base_name = settings.base_name
         self.created = int(time.time())
         self.version = version()
-        self.registry = AdapterRegistry(Path(config.adapters) if config.adapters else None, {self.base_name})
+        self.usages = KeyUsages()
+        self.keys = KeyStore(
+            settings.api_key,
+            Path(settings.api_keys_file) if settings.api_keys_file else None,
+            enable_admin=settings.enable_admin,
+            on_change=self.usages.set_keys,
+        )
+        self.registry = AdapterRegistry(
+            Path(config.adapters) if config.adapters else None, {self.base_name}, roots=AdapterRoots(settings.roots)
+        )
         self.supervisor = Supervisor(
             connect,
             config,
@@ -86,11 +111,16 @@ class Service:
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.max_queue,
         )
-        self.metrics = Metrics(self.model_names, lambda: self.batcher.in_flight)
+        self.loader = AdapterLoader(
+            self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
+        )
+        self.metrics = Metrics(self._all_names, lambda: self.batcher.in_flight, [self.usages])
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
+        self._templates: AdapterTemplates | None = None
         self._lives = 0
         self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._unknown_fields: set[str] = set()
 
     @property
@@ -115,19 +145,30 @@ class Service:
         """New work is taken."""
         return self.is_healthy and not self.batcher.draining
 
-    def model_names(self) -> list[str]:
-        """The base model and every adapter, as clients may ask for them."""
-        return [self.base_name, *self.registry.names()]
+    def model_names(self, key: ApiKey) -> list[str]:
+        """The base model and every adapter, as this caller may ask for them."""
+        base = [self.base_name] if key.base else []
+        return [*base, *(name for name in self.registry.names() if key.may_use(name))]
 
-    def resolve(self, name: str) -> AdapterRef | None:
-        """The adapter of that name, None for the base. Raises ModelNotFound or AdapterError."""
-        if name == self.base_name:
+    def resolve(self, name: str, key: ApiKey) -> AdapterRef | None:
+        """The adapter of that name, None for the base. Raises ModelNotFound or AdapterError.
+
+        What the caller may not use does not exist: the answer is the same, and nothing is looked for on the disk.
+        """
+        if name == self.base_name and key.base:
             return None
         try:
-            return self.registry.resolve(name)
+            return self.registry.resolve(name, None if key.sees_all else key.may_use)
         except ModelNotFound as error:
-            hint = f" The base model is {self.base_name!r}; GET /v1/models lists everything."
-            raise ModelNotFound(error.message + hint, param="model") from None
+            base = f" The base model is {self.base_name!r};" if key.base else ""
+            raise ModelNotFound(f"{error.message}{base} GET /v1/models lists everything.", param="model") from None
+
+    def _all_names(self) -> list[str]:
+        return [self.base_name, *self.registry.names()]
+
+    def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:
+        """The adapter's own chat template, if it has one and the settings say so. Raises AdapterError."""
+        return self._templates.of(adapter) if self._templates is not None and adapter is not None else None
 
     def note_unknown(self, fields: Sequence[str]) -> None:
         """Log fields of requests that nobody knows, each once."""
@@ -151,12 +192,16 @@ class Service:
     async def start(self) -> None:
         """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
         await self.begin_start()
+        self._watching = asyncio.create_task(self.keys.watch(), name="keys")
 
     async def _start(self) -> None:
         layout = await self.supervisor.start()
         try:
             folder = await tokenizer_folder(Path(layout.model_dir), self.settings.cache)
-            self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size)
+            template = _read_template(self.settings.chat_template)
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size, template)
+            if self.settings.adapter_chat_templates:
+                self._templates = AdapterTemplates(self._tokenizer.compile_template)
         except BaseException:
             await self.supervisor.stop()
             raise
@@ -179,7 +224,10 @@ class Service:
     async def stop(self) -> None:
         """End everything; requests still in flight end with an error. Idempotent."""
         self.begin_drain()
+        if self._watching is not None:
+            self._watching.cancel()
         self.batcher.fail_all(Draining("The server shut down before this request was finished."))
+        await self.loader.stop()
         await self.supervisor.stop()
 
     def _on_event(self, event: Event) -> None:

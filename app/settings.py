@@ -48,6 +48,10 @@ class Settings:
         "", "folder whose sub-folders are PEFT adapters; empty serves none (the demo brings its own)", is_path=True
     )
     served_model_name: str = _key("", "name of the base model in the API; empty takes the last part of `model`")
+    chat_template: str = _key("", "Jinja file of a chat template to use in place of the model's own", is_path=True)
+    adapter_chat_templates: bool = _key(
+        False, "use the chat template in an adapter's folder; only for folders whose authors you trust"
+    )
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8000, "port to listen on; 0 takes a free one")
     device: Device = _key("auto", "where the model runs")
@@ -70,6 +74,8 @@ class Settings:
     max_body_bytes: int = _key(
         8 * 2**20, "largest request body, e.g. 8MiB; a larger one is answered 413", is_bytes=True
     )
+    request_timeout: float = _key(60.0, "seconds that a client gets to send a request; then it is answered 408")
+    stream_keep_alive: float = _key(15.0, "seconds of silence after which a stream sends a comment")
     drain_timeout: float = _key(30.0, "seconds that running requests get to finish after SIGTERM")
     stall_timeout: float = _key(
         60.0, "a step longer than this, and than 10x the slowest one so far, restarts the worker"
@@ -89,7 +95,14 @@ class Settings:
     log_level: LogLevel = _key("info", "least severe log lines to print")
 
     def __post_init__(self) -> None:
-        positive = ("max_queue", "max_body_bytes", "drain_timeout", "stall_timeout")
+        positive = (
+            "max_queue",
+            "max_body_bytes",
+            "drain_timeout",
+            "stall_timeout",
+            "request_timeout",
+            "stream_keep_alive",
+        )
         for key in positive:
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} is {getattr(self, key)}; it must be positive.", param=key)

@@ -1,6 +1,7 @@
 """From a flight to HTTP: server-sent events, or one JSON body. Plain ASGI, one send for each turn of the reader.
 
-Errors that are known before the first output are a status, not an event: the response starts with the first output.
+Errors that are known before the first output are a status, not an event: the response starts with the first output, or
+when a stream has waited for it so long that a proxy might give up: then with a comment, as whenever a stream is silent.
 A client that leaves cancels its sequences at whatever stage they are, streamed or not.
 """
 
@@ -26,12 +27,14 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class GenerationResponse(Response):
     """The answer to one generation request.
 
     head: called with the adapter_key when the first output is there. retry_after: seconds, for 503.
+    keep_alive: seconds of silence after which a stream sends a comment.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class GenerationResponse(Response):
         head: Callable[[str], Head],
         stream: bool,
         include_usage: bool,
+        keep_alive: float,
         retry_after: Callable[[], int],
     ) -> None:
         self.background = None
@@ -55,6 +59,7 @@ class GenerationResponse(Response):
         self._head = head
         self._stream = stream
         self._include_usage = include_usage
+        self._keep_alive = keep_alive
         self._retry_after = retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +80,7 @@ class GenerationResponse(Response):
 
     async def _send_body(self, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._outputs]
-        while not self._ended:
+        while not self._is_read:
             changed = await self._flight.changed()
             for index, piece in self._read(changed, started=False):
                 pieces[index].append(piece)
@@ -86,17 +91,24 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
-        started = False
-        while not self._ended:
-            changed = await self._flight.changed()
-            pieces = self._read(changed, started=started)
-            if not started:
-                started = True
-                self._begin()
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            events = b"".join([self._answer.chunks(index, piece) for index, piece in pieces if not piece.is_empty])
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+        started = begun = False
+        silence = _Silence(self._flight, self._keep_alive)
+        try:
+            while not self._is_read:
+                changed = await self._flight.changed()
+                pieces = self._read(changed, started=started)
+                if not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                if changed and not begun:
+                    begun = True
+                    self._begin()
+                events = b"".join([self._answer.chunks(index, piece) for index, piece in pieces if not piece.is_empty])
+                if events or not changed:
+                    await send({"type": "http.response.body", "body": events or _KEEP_ALIVE, "more_body": True})
+                    silence.broken()
+        finally:
+            silence.end()
         last = self._answer.usage_chunk(self._job, self._outputs) + DONE if self._include_usage else DONE
         await send({"type": "http.response.body", "body": last})
 
@@ -114,8 +126,8 @@ class GenerationResponse(Response):
         return pieces
 
     @property
-    def _ended(self) -> bool:
-        return all(output.finish_reason is not None for output in self._outputs)
+    def _is_read(self) -> bool:
+        return all(output.is_read for output in self._outputs)
 
     async def _send_failure(self, failed: _Failed, scope: Scope, receive: Receive, send: Send) -> None:
         if not failed.started:
@@ -132,6 +144,33 @@ class _Failed(Exception):
         super().__init__(error.message)
         self.error = error
         self.started = started
+
+
+class _Silence:
+    """Wakes a flight's reader, with no news, when nothing was sent for `seconds`. One timer, moved on when it fires:
+    what is sent costs no more than a look at the clock."""
+
+    def __init__(self, flight: Flight, seconds: float) -> None:
+        self._flight = flight
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._fire)
+
+    def broken(self) -> None:
+        """Something was sent."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """No more waking."""
+        self._timer.cancel()
+
+    def _fire(self) -> None:
+        left = self._since + self._seconds - self._loop.time()
+        if left <= 0:
+            self._flight.nudge()
+            left = self._seconds
+        self._timer = self._loop.call_later(left, self._fire)
 
 
 async def _watch_disconnect(receive: Receive, flight: Flight) -> None:

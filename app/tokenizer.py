@@ -35,7 +35,8 @@ class Tokenizer:
         self._rust = rust
         self.vocab_size = vocab_size
         self._bos = special_tokens.get("bos_token")
-        self._template = ChatTemplate(template, special_tokens) if template is not None else None
+        self._special_tokens = dict(special_tokens)
+        self._template = self.compile_template(template) if template is not None else None
         self._special_ids = {token for token, added in rust.get_added_tokens_decoder().items() if added.special}
         self._byte_level = isinstance(rust.decoder, decoders.ByteLevel)
         self._pieces = self._piece_table()
@@ -57,12 +58,16 @@ class Tokenizer:
             raise ConfigError(f"{path} cannot be read: {error}.") from None
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
-        return cls(rust, vocab_size, special, template if template is not None else _find_template(folder, config))
+        return cls(rust, vocab_size, special, template if template is not None else find_template(folder, config))
 
     @property
     def has_chat_template(self) -> bool:
         """Whether chat requests can be served."""
         return self._template is not None
+
+    def compile_template(self, source: str) -> ChatTemplate:
+        """A chat template that knows this tokenizer's special tokens. Raises ConfigError if it is broken."""
+        return ChatTemplate(source, self._special_tokens)
 
     def render_chat(
         self,
@@ -71,15 +76,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
     ) -> str:
-        """The prompt text of a conversation; it holds its special tokens already. Raises InvalidRequest."""
-        if self._template is None:
+        """The prompt text of a conversation; it holds its special tokens already. Raises InvalidRequest.
+
+        template: in place of the model's own.
+        """
+        template = template or self._template
+        if template is None:
             raise InvalidRequest(
-                "This model has no chat template, so it cannot take messages: use /v1/completions, or put a "
-                "chat_template.jinja into the model's folder.",
+                "This model has no chat template, so it cannot take messages: use /v1/completions, put a "
+                "chat_template.jinja into the model's folder, or start the server with --chat-template FILE.",
                 param="messages",
             )
-        return self._template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -120,6 +130,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special ones included; empty for an id that no token has."""
         return self._pieces[token_id]
+
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary writes it ("Ġthe", "▁the"); empty for an id that no token has."""
+        return self._rust.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is one that skip_special_tokens skips."""
@@ -177,12 +191,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The folder's chat template: its own file first, then the older places."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    source = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    return template_in(_read_json(folder / "chat_template.json")) or template_in(config)
+
+
+def template_in(config: Mapping[str, Any]) -> str | None:
+    """The chat template in a tokenizer's configuration; of several, the one named "default"."""
+    source = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from app.access import caller
 from app.api_errors import error_response
 from app.batcher import Flight, SequenceStream
 from app.body import read_body
 from app.formats import ChatFormat, CompletionFormat, Format
 from app.generation import Job, chat_job, completion_job
 from app.metrics import ModelMetrics
-from app.openapi import body_of
+from app.openapi import answered_by
 from app.output_text import OutputText
-from app.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse
+from app.responses import ChatCompletion, Completion
+from app.schemas import BodyT, ChatRequest, CompletionRequest, GenerationRequest, parse
 from app.service import Service
 from app.streaming import GenerationResponse
 from punica_core.errors import ModelNotFound, PunicaError
@@ -25,28 +27,39 @@ from punica_core.protocol import AdapterRef
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=None, openapi_extra=body_of(ChatRequest))
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    openapi_extra=answered_by(ChatCompletion, body=ChatRequest, streams=True),
+)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     admission = Admission(request)
     try:
-        body = parse(ChatRequest, await read_body(request, admission.service.settings.max_body_bytes))
+        body = await admission.read(ChatRequest)
         adapter = admission.resolve(body)
-        job = await chat_job(body, admission.service.tokenizer, admission.service.layout.max_model_len)
+        service = admission.service
+        job = await chat_job(body, service.tokenizer, service.layout.max_model_len, service.template_of(adapter))
         flight = admission.open(body, job, adapter)
     except PunicaError as error:
         return admission.refuse(error)
-    answer = ChatFormat(admission.service.tokenizer, with_logprobs=bool(body.logprobs))
+    answer = ChatFormat(
+        admission.service.tokenizer, with_logprobs=bool(body.logprobs), prompt_logprobs=body.prompt_logprobs
+    )
     outputs = admission.outputs(body, flight, lambda sequence: ())
     return admission.response("chatcmpl", body, job, flight, outputs, answer)
 
 
-@router.post("/v1/completions", response_model=None, openapi_extra=body_of(CompletionRequest))
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    openapi_extra=answered_by(Completion, body=CompletionRequest, streams=True),
+)
 async def completions(request: Request) -> Response:
     """Continue one or several prompts."""
     admission = Admission(request)
     try:
-        body = parse(CompletionRequest, await read_body(request, admission.service.settings.max_body_bytes))
+        body = await admission.read(CompletionRequest)
         adapter = admission.resolve(body)
         job = await completion_job(body, admission.service.tokenizer, admission.service.layout.max_model_len)
         flight = admission.open(body, job, adapter)
@@ -54,7 +67,12 @@ async def completions(request: Request) -> Response:
         return admission.refuse(error)
     outputs = admission.outputs(body, flight, lambda sequence: sequence.request.prompt_ids)
     answer = CompletionFormat(
-        admission.service.tokenizer, job, outputs, echo=bool(body.echo), alternatives=body.logprobs
+        admission.service.tokenizer,
+        job,
+        outputs,
+        echo=bool(body.echo),
+        alternatives=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
     return admission.response("cmpl", body, job, flight, outputs, answer)
 
@@ -64,14 +82,20 @@ class Admission:
 
     def __init__(self, request: Request) -> None:
         self.service: Service = request.app.state.service
+        self._request = request
+        self._key = caller(request)
         self._arrived_at = time.perf_counter()
         self._metrics: ModelMetrics = self.service.metrics.unknown
 
+    async def read(self, kind: type[BodyT]) -> BodyT:
+        """The request's body. Raises InvalidRequest or RequestTooLarge."""
+        body = await read_body(self._request, self.service.settings.max_body_bytes)
+        return parse(kind, body, self.service.note_unknown)
+
     def resolve(self, body: GenerationRequest) -> AdapterRef | None:
         """The adapter asked for, None for the base. Raises ModelNotFound or AdapterError."""
-        self.service.note_unknown(body.unknown_fields)
         try:
-            adapter = self.service.resolve(body.model)
+            adapter = self.service.resolve(body.model, self._key)
         except ModelNotFound:
             raise
         except PunicaError:
@@ -80,13 +104,26 @@ class Admission:
         self._metrics = self.service.metrics.model(body.model)
         return adapter
 
-    def open(self, body: GenerationRequest, job: Job, adapter: AdapterRef | None) -> Flight:
-        """Hand the job to the batcher. Raises CapacityError."""
-        eager = bool(body.stream or body.stop_strings)
-        flight = self.service.batcher.open(
-            job.requests, self._metrics, adapter=adapter, eager=eager, arrived_at=self._arrived_at
-        )
-        self._metrics.prompt_tokens += sum(len(prompt.ids) for prompt in job.prompts)
+    def open(self, body: ChatRequest | CompletionRequest, job: Job, adapter: AdapterRef | None) -> Flight:
+        """Hand the job to the batcher. Raises CapacityError, or InvalidRequest for what the key's limits never allow."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
+        is_asked = isinstance(body, CompletionRequest) or body.output_limit is not None
+        output_tokens = sum(request.sampling.max_tokens for request in job.requests) if is_asked else 0
+        lease = self.service.usages.of(self._key).reserve(len(job.requests), prompt_tokens, output_tokens)
+        try:
+            flight = self.service.batcher.open(
+                job.requests,
+                self._metrics,
+                adapter=adapter,
+                tenant=self._key.name,
+                eager=bool(body.stream),
+                arrived_at=self._arrived_at,
+                on_end=lambda generated_tokens: lease.end(prompt_tokens, generated_tokens),
+            )
+        except BaseException:
+            lease.end(0, 0)
+            raise
+        self._metrics.prompt_tokens += prompt_tokens
         return flight
 
     def outputs(
@@ -122,6 +159,7 @@ class Admission:
             head=lambda adapter_key: self.service.head(prefix, body.model, adapter_key),
             stream=bool(body.stream),
             include_usage=body.include_usage,
+            keep_alive=self.service.settings.stream_keep_alive,
             retry_after=lambda: self.service.supervisor.retry_after,
         )
 

@@ -7,33 +7,43 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from app.access import caller
 from app.api_errors import error_response
+from app.keys import ApiKey
+from app.openapi import answered_by
+from app.responses import ModelCard, ModelList
 from app.service import Service
 from punica_core.errors import PunicaError
 
 router = APIRouter()
 
 
-@router.get("/v1/models", response_model=None)
+@router.get("/v1/models", response_model=None, openapi_extra=answered_by(ModelList, errors=(401, 500)))
 async def list_models(request: Request) -> Response:
     """The base model and every adapter; listing loads nothing."""
     service: Service = request.app.state.service
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.model_names()]})
+    key = caller(request)
+    return JSONResponse({"object": "list", "data": [_card(service, name, key) for name in service.model_names(key)]})
 
 
-@router.get("/v1/models/{name:path}", response_model=None)
+@router.get(
+    "/v1/models/{name:path}", response_model=None, openapi_extra=answered_by(ModelCard, errors=(400, 401, 404, 500))
+)
 async def retrieve_model(request: Request, name: str) -> Response:
     """One of them; 404 that names close matches otherwise."""
     service: Service = request.app.state.service
+    key = caller(request)
     try:
-        service.resolve(name)
+        service.resolve(name, key)
     except PunicaError as error:
         return error_response(error)
-    return JSONResponse(_card(service, name))
+    return JSONResponse(_card(service, name, key))
 
 
-def _card(service: Service, name: str) -> dict[str, Any]:
+def _card(service: Service, name: str, key: ApiKey) -> dict[str, Any]:
+    """root: of an adapter, the base's name; for callers who may load adapters, the folder, as vLLM has it."""
     card: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "punica"}
     is_base = name == service.base_name
-    card |= {"root": name if is_base else service.base_name, "parent": None if is_base else service.base_name}
+    folder = service.registry.folder_of(name) if key.admin and not is_base else None
+    card |= {"root": folder or service.base_name, "parent": None if is_base else service.base_name}
     return card | {"max_model_len": service.layout.max_model_len}

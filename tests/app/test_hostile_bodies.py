@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tokenizers import normalizers
 
-from app.schemas import CompletionRequest, parse
+from app.schemas import ChatRequest, CompletionRequest, parse
 from app.tokenizer import Tokenizer
 from punica_core.errors import InvalidRequest
 from tests.app.conftest import BASE, MakeServer
@@ -35,6 +37,54 @@ def test_a_body_of_many_lists_is_read_without_collecting_garbage(ok: bool) -> No
         gc.callbacks.remove(watch)
     assert during <= 2  # at most the one that was due when parsing had ended
     assert gc.isenabled()
+
+
+_MANY = 20_000
+_OBJECT = {f"k{index}": 1 for index in range(_MANY)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (CompletionRequest, _OBJECT),
+        (CompletionRequest, {"metadata": _OBJECT}),
+        (CompletionRequest, {"odd": [[]] * _MANY}),
+        (CompletionRequest, {"logit_bias": _OBJECT}),
+        (CompletionRequest, {"prompt": [{}] * _MANY}),
+        (CompletionRequest, {"prompt": [[1]] * _MANY}),
+        (CompletionRequest, {"prompt": [[{}] * 200] * 100}),
+        (ChatRequest, {"messages": [{}] * _MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"} | _OBJECT]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * _MANY}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * _MANY}]}),
+        (ChatRequest, {"chat_template_kwargs": _OBJECT}),
+        (ChatRequest, {"tools": [[]] * _MANY}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
+)
+def test_what_is_unknown_or_wrong_in_a_body_does_not_become_objects(kind: type[Any], field: dict[str, Any]) -> None:
+    body = json.dumps({"model": BASE, "messages": [{"role": "user", "content": "a"}], "prompt": "a"} | field).encode()
+    assert memory_of(lambda: json.loads(body)) > 6 * len(body)  # what a parser of everything makes of it
+
+    def read() -> None:
+        with contextlib.suppress(InvalidRequest):
+            request = parse(kind, body)
+            request.biases()
+            request.prompts() if kind is CompletionRequest else request.template_variables()
+
+    read()  # once for what is made once
+    assert memory_of(read) < 3 * len(body)  # a copy or two of a part of it
+
+
+def memory_of(work: Callable[[], object]) -> int:
+    """Bytes in use at the worst moment of `work` beyond those before."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_hopelessly_long_text_is_refused_without_being_tokenized(

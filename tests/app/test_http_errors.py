@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from app.api_errors import STATUS_BY_CODE
 from app.schemas import ChatRequest, CompletionRequest
@@ -76,7 +75,11 @@ def test_every_code_of_the_tree_has_a_status() -> None:
         ({"audio": {}}, "audio"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"guided_json": {}}, "guided_json"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"),
+        ({"best_of": 2}, "best_of"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else value,
@@ -105,7 +108,9 @@ async def test_a_wrong_field_is_a_400_that_names_it(server: Server, change: dict
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
         ({"suffix": "end"}, "suffix"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else value,
@@ -117,27 +122,6 @@ async def test_a_wrong_field_of_a_completion_is_a_400_that_names_it(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert server.engine.submissions == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "field"),
-    [
-        (CompletionRequest, {"prompt": [{}] * 20_000}),
-        (CompletionRequest, {"prompt": [[{}] * 200] * 100}),
-        (ChatRequest, {"messages": [{}] * 4000}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * 1000}] * 20}),
-        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [{}] * 100}] * 20}),
-        (ChatRequest, {"logit_bias": {str(index): "x" for index in range(20_000)}}),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
-)
-def test_a_body_of_wrong_items_does_not_make_an_error_object_of_each(
-    kind: type[ChatRequest] | type[CompletionRequest], field: dict[str, Any]
-) -> None:
-    body = {"model": "base", "messages": CHAT["messages"], "prompt": "a"} | field
-    with pytest.raises(ValidationError) as caught:
-        kind.model_validate_json(json.dumps(body))
-    assert caught.value.error_count() <= 10
 
 
 @pytest.mark.parametrize(
@@ -206,7 +190,7 @@ async def test_a_prompt_that_fills_the_context_alone_is_what_the_error_names(mak
 def test_the_documentation_names_every_field_and_code() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
     for model in (ChatRequest, CompletionRequest):
-        for name in (*model.model_fields, *model._REFUSED):
+        for name in (*model.__struct_fields__, *model.REFUSED):
             assert f"`{name}`" in text or name.startswith("guided_") or f"`{name}." in text, name
     undocumented = [code for code in STATUS_BY_CODE if f"`{code}`" not in text]
     assert undocumented == ["invalid_request", "adapter_error", "capacity", "engine_error"]  # only their children occur
@@ -341,7 +325,7 @@ def nonsense(random: Random) -> Any:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_fuzzed_bodies_never_give_a_5xx(server: Server, path: str) -> None:
     random, statuses = Random(7), Counter[int]()
-    fields = [*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatRequest._REFUSED, "odd"]
+    fields = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *ChatRequest.REFUSED, "odd"]
     valid: dict[str, Any] = CHAT | {"prompt": "hello"}
     for _ in range(400):
         body = valid | {random.choice(fields): nonsense(random) for _ in range(random.randrange(1, 3))}

@@ -1,0 +1,98 @@
+"""Chat templates of adapters: what the folder of one brings itself, when the server was told to use it."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from app.chat_template import ChatTemplate
+from app.tokenizer import template_in
+from punica_core.adapters.files import SourceFile, signature_of
+from punica_core.errors import AdapterInvalid, ConfigError
+from punica_core.protocol import AdapterRef, FileSignature
+
+_TEMPLATE_NAME = "chat_template.jinja"
+_CONFIG_NAME = "tokenizer_config.json"
+_MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_KEPT = 512
+
+_State = tuple[FileSignature | None, FileSignature | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    state: _State
+    template: ChatTemplate | None
+
+
+class AdapterTemplates:
+    """The chat template of each adapter that brings one, kept until its files change.
+
+    compile_template: makes a template from its source; raises ConfigError if it is broken.
+    """
+
+    def __init__(self, compile_template: Callable[[str], ChatTemplate]) -> None:
+        self._compile = compile_template
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def of(self, adapter: AdapterRef) -> ChatTemplate | None:
+        """The adapter's own template, None if it has none. Raises AdapterInvalid if it is broken or leads elsewhere."""
+        folder = adapter.path
+        state = (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME))
+        kept = self._kept.get(folder)
+        if kept is None or kept.state != state:
+            kept = self._kept[folder] = _Kept(state, self._read(adapter.name, folder, state))
+        self._kept.move_to_end(folder)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return kept.template
+
+    def _read(self, name: str, folder: str, state: _State) -> ChatTemplate | None:
+        source = _source(folder, state)
+        if source is None:
+            return None
+        try:
+            return self._compile(source)
+        except ConfigError as error:
+            raise AdapterInvalid(f"Adapter {name!r}: {error.message}", param="model") from None
+
+
+def _state(folder: str, name: str) -> FileSignature | None:
+    """None for a file that is not there. A link out of the folder is refused: what it shows is not the adapter's."""
+    path = os.path.join(folder, name)
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+        raise AdapterInvalid(f"{name} is a symbolic link that leaves the adapter's folder; copy the file.")
+    return signature_of(status)
+
+
+def _source(folder: str, state: _State) -> str | None:
+    if state[0] is not None:
+        return _text(folder, _TEMPLATE_NAME, state[0], _MAX_TEMPLATE_BYTES)
+    if state[1] is None:
+        return None
+    text = _text(folder, _CONFIG_NAME, state[1], _MAX_CONFIG_BYTES)
+    try:
+        config: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AdapterInvalid(f"{_CONFIG_NAME} is not valid JSON: {error}.") from None
+    return template_in(config) if isinstance(config, dict) else None
+
+
+def _text(folder: str, name: str, state: FileSignature, max_bytes: int) -> str:
+    with SourceFile(os.path.join(folder, name), state) as file:
+        if file.size > max_bytes:
+            raise AdapterInvalid(f"{name} has {file.size} bytes; at most {max_bytes} are read.")
+        try:
+            return file.read(0, file.size).decode()
+        except UnicodeDecodeError:
+            raise AdapterInvalid(f"{name} is not UTF-8 text.") from None

@@ -1,0 +1,84 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a model's prompt is as ids, and back."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app.access import caller
+from app.api_errors import error_response
+from app.body import read_body
+from app.chat_template import ChatTemplate
+from app.generation import check_ids, off_loop_if_large, text_size
+from app.keys import ApiKey
+from app.openapi import answered_by
+from app.responses import DetokenizeResponse, TokenizeResponse
+from app.schemas import BodyT, DetokenizeRequest, TokenizeRequest, parse
+from app.service import Service
+from app.tokenizer import Tokenizer
+from punica_core.errors import PunicaError
+from punica_core.protocol import AdapterRef
+
+router = APIRouter()
+
+
+@router.post("/tokenize", response_model=None, openapi_extra=answered_by(TokenizeResponse, body=TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """A prompt's or a conversation's token ids, as a generation would have them."""
+    service: Service = request.app.state.service
+    try:
+        body = await _read(request, service, TokenizeRequest)
+        template = service.template_of(_adapter(service, body.model, caller(request)))
+        size = text_size(body.messages) if body.messages is not None else len(body.prompt or "")
+        answer = await off_loop_if_large(size, lambda: _tokenized(body, service, template))
+    except PunicaError as error:
+        return error_response(error)
+    return Response(answer, media_type="application/json")
+
+
+@router.post("/detokenize", response_model=None, openapi_extra=answered_by(DetokenizeResponse, body=DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service: Service = request.app.state.service
+    tokenizer = service.tokenizer
+    try:
+        body = await _read(request, service, DetokenizeRequest)
+        _adapter(service, body.model, caller(request))
+        check_ids(body.tokens, tokenizer.vocab_size, "tokens")
+        text = await off_loop_if_large(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+    except PunicaError as error:
+        return error_response(error)
+    return Response(msgspec.json.encode(DetokenizeResponse(prompt=text)), media_type="application/json")
+
+
+async def _read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
+    body = await read_body(request, service.settings.max_body_bytes)
+    return parse(kind, body, service.note_unknown)
+
+
+def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | None:
+    return None if model is None else service.resolve(model, key)
+
+
+def _tokenized(body: TokenizeRequest, service: Service, template: ChatTemplate | None) -> bytes:
+    tokenizer = service.tokenizer
+    ids = _prompt_ids(body, tokenizer, template)
+    strings = [tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
+    length = service.layout.max_model_len
+    return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, strings))
+
+
+def _prompt_ids(body: TokenizeRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    if body.messages is None:
+        return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    text = tokenizer.render_chat(
+        [message.for_template() for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.template_variables(),
+        template=template,
+    )
+    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
