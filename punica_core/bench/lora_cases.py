@@ -13,8 +13,9 @@ from torch import Tensor
 
 from punica_core import ops
 from punica_core.bench.popularity import request_counts
+from punica_core.lora.arena_layout import rank_and_scale
 from punica_core.lora.segments import SegmentPlan
-from punica_core.lora.tables import AdapterTables, write_rank_and_scale
+from punica_core.lora.tables import AdapterTables
 from punica_core.ops.layout import Field, row_pitch, scratch_elements
 
 COLD_BYTES: Final = 256 << 20
@@ -88,7 +89,7 @@ class Adapters:
                 record[Field.B_OFFSET] = cursor + row_pitch(rank * group.in_features)
                 cursor += row_pitch(rank * group.in_features) + width * row_pitch(rank)
                 record[Field.GAIN_OFFSET] = record[Field.BIAS_OFFSET] = -1
-                write_rank_and_scale(record, rank, 0.01)
+                record[Field.RANK_AND_SCALE] = rank_and_scale(rank, 0.01)
         self.elements = cursor
         for number in range(num_sets):
             block = records[number * slices : (number + 1) * slices]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from punica_core.ops.layout import RECORD_WORDS, Field, row_pitch
+from punica_core.lora.arena_layout import ModuleShape, Part, Run, lay_out, record_words
+from punica_core.lora.free_ranges import FreeRanges
+from punica_core.ops.layout import RECORD_WORDS, row_pitch
 
 
 class ArenaFull(Exception):
@@ -27,8 +28,12 @@ class Arena:
     def __init__(self, num_elements: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         num_elements = row_pitch(num_elements)
         self.buffer = torch.zeros(num_elements, dtype=dtype, device=device)
-        self.num_free = num_elements
-        self._free: list[tuple[int, int]] = [(0, num_elements)] if num_elements else []
+        self.free = FreeRanges(num_elements)
+
+    @property
+    def num_free(self) -> int:
+        """Elements that are free, in however many ranges."""
+        return self.free.num_free
 
     def allocate(self, num_elements: int) -> int:
         """Reserve a range and return its first element.
@@ -36,26 +41,16 @@ class Arena:
         Raises:
             ArenaFull: no free range is long enough; nothing has changed.
         """
-        size = row_pitch(num_elements)
-        for index, (start, length) in enumerate(self._free):
-            if length >= size:
-                self._free[index : index + 1] = [(start + size, length - size)] if length > size else []
-                self.num_free -= size
-                return start
-        raise ArenaFull(f"no room for {size} elements: {self.num_free} of {self.buffer.numel()} are free")
+        start = self.free.take(num_elements)
+        if start is None:
+            raise ArenaFull(
+                f"no room for {row_pitch(num_elements)} elements: {self.num_free} of {self.buffer.numel()} are free"
+            )
+        return start
 
     def release(self, start: int, num_elements: int) -> None:
         """Give back a range that :meth:`allocate` returned for ``num_elements``."""
-        size = row_pitch(num_elements)
-        self.num_free += size
-        insort(self._free, (start, size))
-        merged: list[tuple[int, int]] = []
-        for begin, length in self._free:
-            if merged and merged[-1][0] + merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((begin, length))
-        self._free = merged
+        self.free.give(start, num_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +68,17 @@ class ModuleWeights:
     bias: Tensor | None = None
 
 
+def shape_of(weights: ModuleWeights) -> ModuleShape:
+    """What of ``weights`` takes room in the arena."""
+    lora_rank, in_features = weights.a.shape
+    return ModuleShape(
+        lora_rank, in_features, weights.b.size(0), weights.row_gain is not None, weights.bias is not None
+    )
+
+
 def num_module_elements(weights: ModuleWeights) -> int:
     """Arena elements that ``weights`` take."""
-    sizes = [weights.a.numel(), weights.b.size(0) * row_pitch(weights.b.size(1))]
-    sizes += [t.numel() for t in (weights.row_gain, weights.bias) if t is not None]
-    return sum(row_pitch(size) for size in sizes)
+    return lay_out({0: shape_of(weights)}).num_elements
 
 
 class AdapterTables:
@@ -90,7 +91,7 @@ class AdapterTables:
     def __init__(self, num_modules: int, num_slots: int, *, device: torch.device | str = "cpu") -> None:
         self.records = torch.zeros(num_modules, num_slots, RECORD_WORDS, dtype=torch.int64, device=device)
         self.slot_rank: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self._ranges: dict[int, tuple[int, int]] = {}
+        self._ranges: dict[int, Run] = {}
 
     def group(self, first_module: int, num_slices: int) -> Tensor:
         """The ``[slices, N, RECORD_WORDS]`` table of ``num_slices`` adjacent modules. A view: stays valid."""
@@ -106,53 +107,34 @@ class AdapterTables:
         """
         if slot in self._ranges:
             raise ValueError(f"slot {slot} is in use; clear it first")
-        size = sum(num_module_elements(weights) for weights in modules.values())
-        start = arena.allocate(size)
-        self._ranges[slot] = (start, size)
+        layout = lay_out({module: shape_of(weights) for module, weights in modules.items()})
+        runs = (Run(0, layout.num_elements, arena.allocate(layout.num_elements)),)
+        self._ranges[slot] = runs[0]
         rows = torch.zeros(self.records.size(0), RECORD_WORDS, dtype=torch.int64)
-        writer = _Writer(arena.buffer, start)
         for module, weights in modules.items():
-            writer.write(rows[module], weights)
+            place = layout.places[module]
+            rows[module] = torch.tensor(record_words(place, weights.scale, runs))
+            for part, matrix in zip(place.parts, matrices(weights), strict=True):
+                _store(arena.buffer[runs[0].start + part.start :], part, matrix)
         self.records[:, slot].copy_(rows)
         self.slot_rank[slot] = max((weights.a.size(0) for weights in modules.values()), default=0)
 
     def clear(self, slot: int, arena: Arena) -> None:
         """Empty a slot and give its range of the arena back. No step that reads the slot may be queued."""
-        start, size = self._ranges.pop(slot)
-        arena.release(start, size)
+        run = self._ranges.pop(slot)
+        arena.release(run.start, run.length)
         self.records[:, slot].zero_()
         self.slot_rank[slot] = 0
 
 
-class _Writer:
-    """Lays the matrices of one adapter one after another."""
-
-    def __init__(self, buffer: Tensor, start: int) -> None:
-        self._buffer = buffer
-        self._cursor = start
-
-    def write(self, record: Tensor, weights: ModuleWeights) -> None:
-        """Store the weights of a module and fill its record (int64 ``[RECORD_WORDS]``)."""
-        lora_rank = weights.a.size(0)
-        record[Field.A_OFFSET] = self._put(weights.a, weights.a.size(1))
-        record[Field.B_OFFSET] = self._put(weights.b, row_pitch(lora_rank))
-        record[Field.GAIN_OFFSET] = -1 if weights.row_gain is None else self._put(weights.row_gain[None], -1)
-        record[Field.BIAS_OFFSET] = -1 if weights.bias is None else self._put(weights.bias[None], -1)
-        write_rank_and_scale(record, lora_rank, weights.scale)
-
-    def _put(self, matrix: Tensor, pitch: int) -> int:
-        height, width = matrix.shape
-        pitch = width if pitch < 0 else pitch
-        offset = self._cursor
-        rows = self._buffer[offset : offset + height * pitch].view(height, pitch)
-        rows[:, :width].copy_(matrix)
-        rows[:, width:].zero_()
-        self._cursor += row_pitch(height * pitch)
-        return offset
+def matrices(weights: ModuleWeights) -> list[Tensor]:
+    """The parts of a module as 2-D tensors, in the order in which `arena_layout` has them."""
+    vectors = [vector[None] for vector in (weights.row_gain, weights.bias) if vector is not None]
+    return [weights.a, weights.b, *vectors]
 
 
-def write_rank_and_scale(record: Tensor, lora_rank: int, scale: float) -> None:
-    """Set lora_rank and scale of a record (int64 ``[RECORD_WORDS]`` on the CPU)."""
-    packed = record[Field.RANK_AND_SCALE : Field.RANK_AND_SCALE + 1]
-    packed.view(torch.int32)[0] = lora_rank
-    packed.view(torch.float32)[1] = scale
+def _store(room: Tensor, part: Part, matrix: Tensor) -> None:
+    """Copy a matrix to the start of ``room``, 1-D; the padding of its rows becomes 0."""
+    rows = room[: part.height * part.pitch].view(part.height, part.pitch)
+    rows[:, : part.width].copy_(matrix)
+    rows[:, part.width :].zero_()
