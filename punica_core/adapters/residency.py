@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -205,6 +206,44 @@ class ResidencyTable:
         self._charged_bytes += load.charge
         return True
 
+    def find(self, ref: AdapterRef) -> Resident | None:
+        """The resident of a version, pinned or not."""
+        return self._versions.get(ref)
+
+    def claim(self, resident: Resident, now: float) -> None:
+        """Let a resident keep its place for claim_seconds, unless it is pinned before, as after a commit."""
+        resident.claim_until = now + self._claim_seconds
+
+    def evictable(self, now: float) -> Iterator[Resident]:
+        """Residents that may leave, least recently used first: no pins, no claim, not set apart."""
+        return (
+            resident
+            for resident in self._lru.values()
+            if resident.pins == 0 and resident.leaves_for is None and resident.claim_until <= now
+        )
+
+    def evict(self, resident: Resident) -> None:
+        """A resident without pins leaves at once: for tiers whose memory must be free before a load can fill it."""
+        if resident.pins or resident.leaves_for is not None:
+            raise ValueError(f"the resident in slot {resident.slot} is in use")
+        self._charged_bytes -= resident.nbytes
+        self._idle_bytes -= resident.nbytes
+        self._drop(resident)
+
+    def join(self, ref: AdapterRef, adapter_key: str) -> tuple[Resident, ...] | None:
+        """A load ends because its content is here already; returns residents that are gone. None: it is not here."""
+        same = self._by_key.get(adapter_key)
+        if same is None or same.leaves_for is not None:
+            return None
+        self._roll_back(ref)
+        self._join(same, ref)
+        return self._forget(ref) if ref in self._doomed else ()
+
+    def abandon(self, ref: AdapterRef) -> None:
+        """A load ends without an outcome: all is as before it, and nothing is remembered."""
+        self._roll_back(ref)
+        self._doomed.discard(ref)
+
     def wait(self, ref: AdapterRef, nbytes: int) -> None:
         """A load ends without having found room for its nbytes."""
         self._roll_back(ref)
@@ -272,12 +311,11 @@ class ResidencyTable:
         if room + self._idle_bytes < nbytes:  # the usual "no" costs no walk
             return None
         leaving: list[Resident] = []
-        for resident in self._lru.values():
+        for resident in self.evictable(now):
             if room >= nbytes and (has_slot or leaving):
                 break
-            if resident.pins == 0 and resident.leaves_for is None and resident.claim_until <= now:
-                leaving.append(resident)
-                room += resident.nbytes
+            leaving.append(resident)
+            room += resident.nbytes
         return tuple(leaving) if room >= nbytes and (has_slot or leaving) else None
 
     def _slots_promised(self) -> int:

@@ -74,6 +74,41 @@ def test_a_failed_load_changes_nothing() -> None:
     table.check()
 
 
+def test_only_idle_residents_without_a_claim_can_be_evicted() -> None:
+    table = make_table(claim_seconds=2.0)
+    a, b = make_ref("a"), make_ref("b")
+    load(table, a, 60)
+    assert list(table.evictable(1.9)) == []
+    resident = table.pin(a)
+    assert list(table.evictable(5.0)) == []
+    with pytest.raises(ValueError, match="in use"):
+        table.evict(resident)
+    table.unpin(a)
+    table.claim(resident, 5.0)
+    assert list(table.evictable(6.9)) == []
+    assert list(table.evictable(7.0)) == [resident]
+    table.evict(resident)
+    assert (table.presence(a, 7.0), table.evictions, table.bytes_used) == (Presence.ABSENT, 1, 0)
+    load(table, b, 100)
+    table.check()
+
+
+def test_a_load_of_content_that_is_here_joins_it_without_room() -> None:
+    table = make_table()
+    a, twin, other = make_ref("a"), make_ref("twin"), make_ref("other")
+    load(table, a, 100, "same")
+    resident = table.pin(a)
+    table.begin(twin, 0)
+    assert table.join(twin, "same") == ()
+    assert table.find(twin) is resident
+    table.begin(other, 0)
+    assert table.join(other, "another") is None
+    assert table.presence(other, 0) is Presence.LOADING
+    table.abandon(other)
+    assert table.presence(other, 0) is Presence.ABSENT
+    table.check()
+
+
 def test_an_adapter_set_apart_cannot_be_pinned() -> None:
     table = make_table()
     a, b = make_ref("a"), make_ref("b")
@@ -339,6 +374,24 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.held.setdefault(resident.slot, resident.adapter_key) == resident.adapter_key
             self.take_out(other for other in gone if other is resident)
             del self.loading[ref]
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), content=st.integers(1, 4))
+    def end_without_bringing_anything(self, data: st.DataObject, content: int) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.loading, key=REFS.index)))
+        gone = self.table.join(ref, f"content {content}")
+        if gone is None:
+            self.table.abandon(ref)
+            assert self.table.find(ref) is None
+        self.take_out(gone or ())
+        del self.loading[ref]
+
+    @rule()
+    def evict_the_oldest(self) -> None:
+        for resident in list(self.table.evictable(self.now))[:1]:
+            assert resident.slot not in {slot for _, slot, _ in self.pinned}
+            self.table.evict(resident)
+            self.take_out([resident])
 
     @invariant()
     def books_are_right(self) -> None:
