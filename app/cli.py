@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import uvicorn
 import uvloop
 
-from app import demo, settings
+from app import demo, keys_command, settings
 from app.banner import Spinner, ready_text
 from app.service import Service, version
 from app.settings import Settings
@@ -24,6 +25,8 @@ from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
 
 _UNSET: Any = object()
+_KEEP_ALIVE_SECONDS = 75
+"""Idle connections live longer here than in any client's pool, which would else use one that is just being closed."""
 
 
 Connect = Callable[[], EngineClient]
@@ -54,6 +57,7 @@ def _parser(connect: Connect) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_serve(commands, connect)
     _add_bench(commands)
+    keys_command.add_to(commands)
     return parser
 
 
@@ -131,19 +135,24 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
         service.begin_start()
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
+        from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
+
         app = main_module.app_of(service)
         async with app.router.lifespan_context(app):
             spinner.finish()
             config = uvicorn.Config(
                 app,
-                http="httptools",
+                http=http_protocol(chosen.request_timeout),
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            ready = ready_text(service.model_names(), host, port)
+            ready = ready_text(service.all_names(), host, port, needs_key=not service.keys.is_open)
+            if chosen.api_keys_file:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)
             await Server(config, service, ready).serve(sockets=[listener])
 
 

@@ -1,0 +1,125 @@
+"""uvicorn's HTTP/1.1 with what it lacks: an end to requests that arrive too slowly or with too large a head, and our
+envelope for what is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+from uuid import uuid4
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from app.api_errors import plain_error_response
+
+MAX_HEAD_BYTES = 1 << 16
+"""Request line and headers together."""
+
+
+def http_protocol(request_timeout: float) -> Any:
+    """What uvicorn makes of each connection. request_timeout: seconds from the first byte of a request to its last."""
+    return functools.partial(HttpProtocol, request_timeout=request_timeout)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection.
+
+    A timer runs while a request is awaited on a new connection or is arriving; one that does not arrive in time is
+    answered 408, and its connection closed. Between requests uvicorn's keep-alive timer runs instead.
+    """
+
+    def __init__(self, *arguments: Any, request_timeout: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._request_timeout = request_timeout
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_head = False
+        self._head_bytes = 0  # of what the parser has told us, and of what it still holds
+        self._refusal: tuple[int, str, str | None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._arm()  # also for bytes that begin no request
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > 2 * MAX_HEAD_BYTES:  # a line without end, of which the parser tells nothing
+                self._refusal = _HEAD_TOO_LARGE
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._arm()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what has arrived and close. In the middle of an earlier answer there is nothing to say."""
+        if not self._is_answering:
+            status, message, code = self._refusal or (400, f"The request is no valid HTTP/1.1: {msg}", None)
+            body = bytes(plain_error_response(status, message, code).body)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            head += b"x-request-id: %b\r\nconnection: close\r\n\r\n" % uuid4().hex.encode()
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        """An earlier request's response is on its way, or waits for its turn."""
+        started = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        return started or bool(self.pipeline)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refusal = _HEAD_TOO_LARGE
+            raise ValueError("too large a head")  # the parser stops and calls it an error
+
+    def _arm(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._request_timeout, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self._is_answering:  # we did not read meanwhile
+            self._arm()
+        elif self._in_head or (self.cycle is not None and not self.cycle.response_complete):
+            message = f"The request did not arrive completely within {self._request_timeout:g} s."
+            self._refusal = (408, message, "request_timeout")
+            self.send_400_response("")
+        else:
+            self.transport.close()
+
+
+_HEAD_TOO_LARGE = (431, f"The request line and headers exceed {MAX_HEAD_BYTES} bytes.", "headers_too_large")

@@ -1,0 +1,119 @@
+"""What arrives too slowly, too large or as no HTTP at all, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.conftest import BASE
+from tests.app.test_live_server import Process, running
+from tests.support.tokenizer_folders import byte_level_tokenizer, write_folder
+
+TIMEOUT = 1.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    model_dir = write_folder(tmp_path_factory.mktemp("protocol") / BASE, byte_level_tokenizer())
+    with running(model_dir, "--request-timeout", str(TIMEOUT), step_seconds=0.01) as process:
+        yield process
+
+
+def exchange(server: Process, *parts: bytes) -> bytes:
+    """Everything that the server says to these bytes until it closes the connection."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+            return connection.makefile("rb").read()
+        except ConnectionError:  # it closed while we were still sending
+            return b""
+
+
+def error_in(response: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert b"x-request-id: " in head
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head.split(b" ")[1]), error
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: abc\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=lambda value: repr(value[:24]),
+)
+def test_what_is_no_http_is_a_400_in_the_envelope(server: Process, request_bytes: bytes) -> None:
+    status, error = error_in(exchange(server, request_bytes))
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"a: b\r\n" * 20_000,
+        b"a: " + b"b" * 70_000 + b"\r\n",
+        b"a: " + b"b" * 1_000_000,
+    ],
+    ids=["many", "long", "endless"],
+)
+def test_too_large_a_head_is_a_431(server: Process, head: bytes) -> None:
+    response = exchange(server, b"GET /health HTTP/1.1\r\n", head, b"\r\n")
+    if response:  # else it was gone before we had sent everything
+        status, error = error_in(response)
+        assert (status, error["code"]) == (431, "headers_too_large")
+    allowed = b"GET /health HTTP/1.1\r\nconnection: close\r\na: " + b"b" * 60_000 + b"\r\n\r\n"
+    assert exchange(server, allowed).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"G", b"GET /health HTTP/1.1\r\na: b\r\n", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"],
+    ids=["line", "head", "body"],
+)
+def test_a_request_that_does_not_arrive_in_time_is_a_408(server: Process, begun: bytes) -> None:
+    status, error = error_in(exchange(server, begun))
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+def test_a_connection_on_which_nothing_comes_is_closed(server: Process, sent: bytes) -> None:
+    assert exchange(server, sent) == b""
+
+
+def test_an_answer_may_take_longer_than_a_request(server: Process) -> None:
+    body = {"model": BASE, "prompt": "a", "max_tokens": int(2 * TIMEOUT / 0.01), "stream": True}
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        first = http.post("/v1/completions", json=body)
+        second = http.get("/health")  # on the same connection
+    assert first.text.endswith("data: [DONE]\n\n")
+    assert first.elapsed.total_seconds() > TIMEOUT
+    assert second.status_code == 200
+
+
+def test_nothing_is_written_into_an_answer_that_is_on_its_way(server: Process) -> None:
+    body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 100, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request)
+        received = connection.recv(1 << 16)
+        connection.sendall(b"\x00 no request")
+        received += connection.makefile("rb").read()
+    assert received.startswith(b"HTTP/1.1 200")
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"no valid HTTP" not in received
