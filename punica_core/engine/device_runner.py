@@ -49,7 +49,7 @@ class DeviceSampler(Protocol):
 
 
 class DeviceRunner:
-    """Implements `engine.Runner`. graphs: captured decode steps, None to compute every step eagerly.
+    """Implements `engine.Runner`. graphs: captured decode steps, None while every step is computed eagerly.
 
     last_tokens: int64 [max_seqs], shared with `forward`: what the step launched last has sampled.
     """
@@ -72,7 +72,7 @@ class DeviceRunner:
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._sampled_at: dict[int, int] = {}
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
 
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queue the plan's rows. Raises for faults that are not one row's own."""
@@ -105,21 +105,21 @@ class DeviceRunner:
                 self._begin(batch)
                 for with_lora in families:
                     graphs.capture(size, with_lora, functools.partial(self._forward, batch, with_lora=with_lora))
-        self._graphs = graphs
+        self.graphs = graphs
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""
         is_decode = all(row.count == 1 for row in rows)
         # Logits that are read after the launch must not lie where the next graph puts its own.
         can_replay = is_decode and not any(map(scored_prompt_tokens, rows))
-        size = self._graphs.size_for(len(rows)) if can_replay and self._graphs is not None else None
+        size = self.graphs.size_for(len(rows)) if can_replay and self.graphs is not None else None
         padded_to = size if size is not None else max(len(rows), MIN_ROWS) if is_decode else None
         batch = self._packer.pack(rows, self._sampled_at, padded_to, in_graph=size is not None)
         with_lora = self._lora is not None and has_adapters(batch.row_slots)
-        if size is None or self._graphs is None:
+        if size is None or self.graphs is None:
             return batch, self._run(batch, with_lora)
         self._begin(batch)
-        return batch, self._graphs.replay(size, with_lora)
+        return batch, self.graphs.replay(size, with_lora)
 
     def _run(self, batch: StepBatch, with_lora: bool) -> Tensor:
         self._begin(batch)

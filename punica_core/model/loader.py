@@ -42,7 +42,8 @@ class LoadedModel:
     """A base model that serves: paged attention, LoRA-aware linears, inference mode.
 
     forward(input_ids [1, T], position_ids [1, T], paged=StepAttention, logits_to_keep=[n]) → logits [1, n, V].
-    attention_specs: how each layer attends. groups: its LoRA-aware linears; lora: where the step's adapters go.
+    num_heads: H. attention_specs: how each layer attends. groups: its LoRA-aware linears; lora: where the step's
+    adapters go.
     module_shapes: (in, out) by module path.
     """
 
@@ -55,6 +56,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     kv_shape: KVShape
+    num_heads: int
     attention_specs: tuple[AttentionSpec, ...]
     groups: tuple[LinearGroup, ...]
     lora: LoRAContext
@@ -102,7 +104,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
     replace_head(model)
     fuse_norms(model)
     model.set_attn_implementation(attention.ATTENTION_NAME)
-    kv_shape, attention_specs = probe_attention(model, hf_config, expected)
+    kv_shape, num_heads, attention_specs = probe_attention(model, hf_config, expected)
     return LoadedModel(
         model=model,
         model_dir=model_dir,
@@ -113,6 +115,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
         eos_token_ids=eos_token_ids(model_dir, hf_config),
         max_model_len=limit,
         kv_shape=kv_shape,
+        num_heads=num_heads,
         attention_specs=attention_specs,
         groups=groups,
         lora=context,

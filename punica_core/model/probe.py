@@ -32,6 +32,7 @@ class AttentionProbe:
     """A `StepAttention` without a cache that notes what the layers ask for."""
 
     kv_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_heads: set[int] = field(default_factory=set)
     specs: dict[int, AttentionSpec] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -40,6 +41,7 @@ class AttentionProbe:
         if layer in self.kv_shapes:
             raise UnsupportedAttention("it has several attentions in one layer")
         self.kv_shapes[layer] = (key.size(1), key.size(2))
+        self.num_heads.add(query.size(1))
         self.specs[layer] = spec
         return attend_causally(query, key, value, spec, causal_mask(0, query.size(0), spec.window, query.device))
 
@@ -58,10 +60,13 @@ def reference_logits(model: nn.Module) -> Tensor:
     return logits
 
 
-def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> tuple[KVShape, tuple[AttentionSpec, ...]]:
-    """Run the model through our attention and compare. Returns what its KV cache must hold and how each layer attends.
+def probe_attention(
+    model: nn.Module, config: Any, expected: Tensor
+) -> tuple[KVShape, int, tuple[AttentionSpec, ...]]:
+    """Run the model through our attention and compare.
 
-    The model's attention must have been set to `ATTENTION_NAME`. Raises `ConfigError`, by name, with what differs.
+    Returns what its KV cache must hold, its query heads (H), and how each layer attends. The model's attention must
+    have been set to `ATTENTION_NAME`. Raises `ConfigError`, by name, with what differs.
     """
     probe = AttentionProbe()
     name = type(model).__name__
@@ -80,10 +85,12 @@ def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> tuple[KV
     shapes = set(probe.kv_shapes.values())
     if len(shapes) > 1:
         raise ConfigError(f"{name} cannot be served: its layers have KV of different shapes {shapes}.", param="model")
+    if len(probe.num_heads) > 1:
+        raise ConfigError(f"{name} cannot be served: its layers have {probe.num_heads} query heads.", param="model")
     specs = tuple(probe.specs[layer] for layer in range(layers))
     _check_windows(name, config, [spec.window for spec in specs])
     _check_logits(name, logits.float(), expected.float(), _TOLERANCE[expected.dtype])
-    return KVShape(layers, *shapes.pop()), specs
+    return KVShape(layers, *shapes.pop()), probe.num_heads.pop(), specs
 
 
 def _check_windows(name: str, config: Any, windows: Sequence[int | None]) -> None:

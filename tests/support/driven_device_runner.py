@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from punica_core.lora.table_step import TableLoRA
 from punica_core.lora.tables import AdapterTables, Arena, num_module_elements
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention_op import GatheredAttention, OpAttention
+from punica_core.model.flashinfer import FlashInferAttention
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken
+from punica_core.scheduler.sequence import Sequence as Running
 from tests.support.driven_runner import BLOCKS_EACH, DrivenRunner, RecordingSampler
 
-MAX_ROWS = 256
+MAX_ROWS = 1024
 MAX_SEQS = 16
 
 
@@ -50,18 +53,32 @@ class GreedySampler(RecordingSampler):
 
 
 class DrivenDeviceRunner(DrivenRunner):
-    """Like `DrivenRunner`, through packed tables, the SGMV ops and (if `compiled`) torch.compile."""
+    """Like `DrivenRunner`, through packed tables, the SGMV ops and (if `compiled`) torch.compile.
+
+    flashinfer: attention as it is served on a GPU, else in plain torch. graph_sizes: decode steps to capture.
+    """
 
     def __init__(
-        self, base: PreTrainedModel, adapters: Mapping[int, AdapterWeights] | None = None, *, compiled: bool = False
+        self,
+        base: PreTrainedModel,
+        adapters: Mapping[int, AdapterWeights] | None = None,
+        *,
+        compiled: bool = False,
+        flashinfer: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(base, adapters)
         loaded, device = self.loaded, self.loaded.device
-        lora = table_lora(self.loaded, self.adapters)
+        self.lora = table_lora(self.loaded, self.adapters)
         self.sampler = GreedySampler()
-        self.attention = OpAttention(GatheredAttention(self.kv_cache, loaded.attention_specs))
+        specs = loaded.attention_specs
+        if flashinfer:
+            inner: Any = FlashInferAttention(self.kv_cache, loaded.num_heads, specs, MAX_SEQS)
+        else:
+            inner = GatheredAttention(self.kv_cache, specs)
+        self.attention = OpAttention(inner)
         last_tokens = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
-        packer = StepPacker(
+        self.packer = StepPacker(
             device,
             block_size=BLOCK_SIZE,
             max_rows=MAX_ROWS,
@@ -69,8 +86,21 @@ class DrivenDeviceRunner(DrivenRunner):
             max_blocks=MAX_SEQS * BLOCKS_EACH,
             padding_block=0,
         )
-        forward = ModelForward(loaded, self.attention, lora, last_tokens, compiled=compiled)
-        self.runner = DeviceRunner(packer, self.attention.inner, lora, forward, self.sampler, last_tokens)
+        self.forward = ModelForward(loaded, self.attention, self.lora, last_tokens, compiled=compiled)
+        self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler, last_tokens)
+        if graph_sizes:
+            logits = torch.zeros(max(graph_sizes), loaded.vocab_size, dtype=loaded.dtype, device=device)
+            self.runner.capture(graph_sizes, logits)
+
+    def teacher_force(self, sequences: Sequence[Running], continuations: Sequence[list[int]], budget: int) -> None:
+        """Step until each sequence has all tokens of its continuation, whatever the model would rather say."""
+        rest = {sequence.request_id: list(tokens) for sequence, tokens in zip(sequences, continuations, strict=True)}
+        while todo := [s for s in sequences if rest[s.request_id]]:
+            result = self.step(todo, budget)
+            assert not result.failed, result.failed
+            for sequence in todo:
+                if sequence.request_id in result.sampled:
+                    sequence.token_ids[-1] = rest[sequence.request_id].pop(0)
 
 
 def table_lora(loaded, adapters: Mapping[int, AdapterWeights]) -> TableLoRA | None:  # type: ignore[no-untyped-def]
