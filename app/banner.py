@@ -16,6 +16,7 @@ from punica_core.protocol import Progress
 
 CLEAR_LINE = "\r\x1b[K"
 _MAX_EXAMPLES = 8
+_KEY_HEADER = ' -H "authorization: Bearer $PUNICA_API_KEY"'
 
 
 class Spinner:
@@ -74,19 +75,23 @@ class Spinner:
         self._stream.flush()
 
 
-def ready_text(names: Sequence[str], host: str, port: int) -> str:
-    """Lines to paste: curl for the base and each adapter, and the OpenAI SDK. `names`: the base first."""
+def ready_text(names: Sequence[str], host: str, port: int, *, needs_key: bool = False) -> str:
+    """Lines to paste: curl for the base and each adapter, and the OpenAI SDK. `names`: the base first.
+
+    needs_key: a key is read from the variable PUNICA_API_KEY of whoever pastes them.
+    """
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
     adapters = "1 adapter" if len(names) == 2 else f"{len(names) - 1} adapters"
     lines = [f"Ready on {url} with {names[0]} and {adapters}. Try:", ""]
-    lines += [_curl(url, name) for name in names[:_MAX_EXAMPLES]]
+    lines += [_curl(url, name, needs_key) for name in names[:_MAX_EXAMPLES]]
     if len(names) > _MAX_EXAMPLES:
-        lines.append(f"# ... and {len(names) - _MAX_EXAMPLES} more: curl -s {url}/models")
-    return "\n".join([*lines, "", _sdk(url, names)])
+        key = _KEY_HEADER if needs_key else ""
+        lines.append(f"# ... and {len(names) - _MAX_EXAMPLES} more: curl -s {url}/models{key}")
+    return "\n".join([*lines, "", _sdk(url, names, needs_key)])
 
 
-def _curl(url: str, name: str) -> str:
+def _curl(url: str, name: str, needs_key: bool) -> str:
     body = msgspec.json.encode(
         {
             "model": name,
@@ -95,15 +100,18 @@ def _curl(url: str, name: str) -> str:
             "temperature": 0,
         }
     ).decode()
-    return f"curl -s {url}/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    key = _KEY_HEADER if needs_key else ""
+    return f"curl -s {url}/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
-def _sdk(url: str, names: Sequence[str]) -> str:
+def _sdk(url: str, names: Sequence[str], needs_key: bool) -> str:
+    key = 'os.environ["PUNICA_API_KEY"]' if needs_key else '"none"'
     return "\n".join(
         [
             "# pip install openai",
+            *(["import os"] if needs_key else []),
             "from openai import OpenAI",
-            f'client = OpenAI(base_url="{url}", api_key="none")',
+            f'client = OpenAI(base_url="{url}", api_key={key})',
             f"for model in {list(names[:_MAX_EXAMPLES])!r}:",
             '    messages = [{"role": "user", "content": "Hello! Who are you?"}]',
             "    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)",

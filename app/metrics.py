@@ -76,9 +76,15 @@ class ModelMetrics:
 
 
 class Metrics(Collector):
-    """All numbers of a server. known_names: the names that exist now; in_flight: sequences that hold a seat."""
+    """All numbers of a server. known_names: the names that exist now; in_flight: sequences that hold a seat; more:
+    collectors of other parts, scraped with this one."""
 
-    def __init__(self, known_names: Callable[[], Collection[str]], in_flight: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        known_names: Callable[[], Collection[str]],
+        in_flight: Callable[[], int],
+        more: Sequence[Collector] = (),
+    ) -> None:
         self._known_names = known_names
         self._in_flight = in_flight
         self._models: dict[str, ModelMetrics] = {}
@@ -90,7 +96,8 @@ class Metrics(Collector):
         self.worker_restarts = 0
         self.worker_up = False
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
+        for collector in (self, *more):
+            self._registry.register(collector)
 
     def model(self, name: str) -> ModelMetrics:
         """Numbers of a name that exists (the caller has resolved it)."""

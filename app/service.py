@@ -114,7 +114,7 @@ class Service:
         self.loader = AdapterLoader(
             self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
         )
-        self.metrics = Metrics(self._all_names, lambda: self.batcher.in_flight, [self.usages])
+        self.metrics = Metrics(self.all_names, lambda: self.batcher.in_flight, [self.usages])
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._templates: AdapterTemplates | None = None
@@ -163,7 +163,8 @@ class Service:
             base = f" The base model is {self.base_name!r};" if key.base else ""
             raise ModelNotFound(f"{error.message}{base} GET /v1/models lists everything.", param="model") from None
 
-    def _all_names(self) -> list[str]:
+    def all_names(self) -> list[str]:
+        """The base model and every adapter, whoever may ask for them."""
         return [self.base_name, *self.registry.names()]
 
     def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:

@@ -105,7 +105,7 @@ class Admission:
         return adapter
 
     def open(self, body: ChatRequest | CompletionRequest, job: Job, adapter: AdapterRef | None) -> Flight:
-        """Hand the job to the batcher. Raises CapacityError, or InvalidRequest for what the key's limits never allow."""
+        """Hand the job to the batcher. Raises CapacityError; InvalidRequest for what the key may never use at once."""
         prompt_tokens = sum(len(prompt.ids) for prompt in job.prompts)
         is_asked = isinstance(body, CompletionRequest) or body.output_limit is not None
         output_tokens = sum(request.sampling.max_tokens for request in job.requests) if is_asked else 0

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from app.access import check_metrics
+from app.access import caller, check_metrics
 from app.api_errors import error_response
 from app.metrics import CONTENT_TYPE
 from app.openapi import answered_by
@@ -56,7 +56,7 @@ async def metrics(request: Request) -> Response:
     """Prometheus text exposition. Hundreds of adapters are tens of thousands of lines: streams go on meanwhile."""
     service: Service = request.app.state.service
     try:
-        check_metrics(request, service)
+        check_metrics(caller(request))
     except PunicaError as error:
         return error_response(error)
     return Response(await asyncio.to_thread(service.metrics.render), media_type=CONTENT_TYPE)

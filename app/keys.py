@@ -1,0 +1,299 @@
+"""API keys: who a request comes from, and what that caller may do.
+
+    store = KeyStore(single="", file=Path("keys.yaml"), enable_admin=False)
+    key = store.find([b"Bearer pk-..."])      # raises InvalidApiKey
+
+Of the keys themselves only digests are kept. A token is looked up by a digest that is keyed with a secret of this
+process, so that the time of a look-up tells nothing about the tokens that exist; what is found is compared in constant
+time. The file is read again when it has changed and on SIGHUP; one that is wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from punica_core.adapters.files import signature_of
+from punica_core.errors import ConfigError, InvalidApiKey
+from punica_core.protocol import FileSignature
+
+log = logging.getLogger(__name__)
+
+HASH_PREFIX = "sha256:"
+SINGLE_NAME = "default"
+"""Name of the key given by `api_key`."""
+WATCH_SECONDS = 1.0
+"""Between two looks at the state of the file."""
+MAX_FILE_BYTES = 4 * 2**20
+
+_BEARER = re.compile(rb"bearer +([\x21-\x7e]{1,4096}) *", re.IGNORECASE)
+_TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+_Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME}\Z")]
+_Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """None: no limit. max_concurrent: of unfinished sequences (prompts times n)."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A caller. name: public; "" where no keys are configured.
+
+    adapters: patterns of the adapters it may use (`*` stands for anything, slashes included). base: it may use the base
+    model. metrics: it may read /metrics, which names all adapters and keys. admin: it may load and unload adapters.
+    """
+
+    name: str
+    adapters: tuple[str, ...] = ("*",)
+    base: bool = True
+    metrics: bool = False
+    admin: bool = False
+    limits: KeyLimits = KeyLimits()
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every adapter exists for this caller."""
+        return "*" in self.adapters
+
+    def may_use(self, adapter: str) -> bool:
+        """Whether an adapter of that name exists for this caller. Depends on the name alone, not on what there is."""
+        return any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+
+
+class KeyRing:
+    """Keys by the SHA-256 digest of their token; immutable."""
+
+    def __init__(self, keys: Iterable[tuple[bytes, ApiKey]]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._by_tag = {self._tag(digest): (digest, key) for digest, key in keys}
+
+    @property
+    def keys(self) -> list[ApiKey]:
+        return [key for _, key in self._by_tag.values()]
+
+    def find(self, token: bytes) -> ApiKey | None:
+        """The key of a token."""
+        digest = hashlib.sha256(token).digest()
+        stored, key = self._by_tag.get(self._tag(digest), (b"", None))
+        return key if hmac.compare_digest(stored, digest) else None
+
+    def _tag(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+class KeyStore:
+    """The keys of a server as they are now. single: a token, or ""; file: see `read_keys`.
+
+    enable_admin: callers without keys, or the single key, may load and unload adapters. on_change: told of the keys
+    after every change.
+    Raises ConfigError if the token or the file is wrong.
+    """
+
+    def __init__(
+        self,
+        single: str = "",
+        file: Path | None = None,
+        *,
+        enable_admin: bool = False,
+        on_change: Callable[[Sequence[ApiKey]], None] = lambda keys: None,
+    ) -> None:
+        self._file = file
+        self._on_change = on_change
+        self._single: list[tuple[bytes, ApiKey]] = []
+        if single:
+            key = ApiKey(SINGLE_NAME, metrics=True, admin=enable_admin)
+            self._single.append((_token_digest(single, "api_key"), key))
+        self._anybody = None if single or file else ApiKey("", metrics=True, admin=enable_admin)
+        self._signature, self._ring = self._read()
+        self._asked = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """No keys are configured: everybody may do what needs none."""
+        return self._anybody is not None
+
+    @property
+    def keys(self) -> list[ApiKey]:
+        """All keys, without their tokens."""
+        return self._ring.keys
+
+    def find(self, authorization: Sequence[bytes]) -> ApiKey:
+        """The caller. authorization: values of the headers of that name. Raises InvalidApiKey."""
+        if self._anybody is not None:
+            return self._anybody
+        if not authorization:
+            raise InvalidApiKey("No API key was given; send it as `Authorization: Bearer KEY`.")
+        bearer = _BEARER.fullmatch(authorization[0]) if len(authorization) == 1 else None
+        key = self._ring.find(bearer[1]) if bearer else None
+        if key is None:
+            raise InvalidApiKey("The API key is not valid. It is sent as `Authorization: Bearer KEY`.")
+        return key
+
+    def ask_reload(self) -> None:
+        """Have `watch` read the file now."""
+        self._asked.set()
+
+    async def watch(self) -> None:
+        """Read the file again whenever it has changed, for ever. Returns at once without a file."""
+        if self._file is None:
+            return
+        seen = self._signature
+        while True:
+            asked = False
+            with contextlib.suppress(TimeoutError):
+                asked = await asyncio.wait_for(self._asked.wait(), WATCH_SECONDS)
+            self._asked.clear()
+            now = _state(self._file)
+            # A file that changed since the last look may be half written: it is read once it has come to rest.
+            if asked or (now == seen and now != self._signature):
+                await self._reload(now)
+            seen = now
+
+    async def _reload(self, state: FileSignature | None) -> None:
+        try:
+            self._signature, ring = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self._signature = state  # told once for each state of the file
+            log.error("The keys stay as they are: %s", error.message)
+            return
+        before, after = {key.name for key in self.keys}, {key.name for key in ring.keys}
+        self._ring = ring
+        self._on_change(ring.keys)
+        changes = [f"{what} {', '.join(names)}" for what, names in _changes(before, after) if names]
+        log.info("Keys read again: %d in all%s.", len(ring.keys), "".join(f"; {change}" for change in changes))
+
+    def _read(self) -> tuple[FileSignature | None, KeyRing]:
+        if self._file is None:
+            return None, KeyRing(self._single)
+        state = _state(self._file)
+        keys = [*self._single, *read_keys(self._file)]
+        _check_distinct(keys, self._file)
+        return state, KeyRing(keys)
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: _Name
+    key: str
+    adapters: list[_Pattern] | _Pattern = "*"
+    base: bool = True
+    metrics: bool = False
+    admin: bool = False
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    max_concurrent: _Limit | None = None
+
+
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: Annotated[list[_Entry], msgspec.Meta(min_length=1, max_length=10_000)]
+
+
+def read_keys(file: Path) -> list[tuple[bytes, ApiKey]]:
+    """The keys of a YAML file with their digests. An entry's `key` is a token, or `sha256:` and its hash.
+
+    Raises ConfigError, which repeats no token.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the keys in {file}: {error.strerror}.", param="api_keys_file") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_FILE_BYTES} bytes.", param="api_keys_file")
+    try:
+        document = msgspec.convert(yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), _Document)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ConfigError(f"{file} is not valid YAML{place}.", param="api_keys_file") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}.", param="api_keys_file") from None
+    except (ValueError, RecursionError):  # such as a date that does not exist
+        raise ConfigError(f"{file} has a value that YAML cannot read.", param="api_keys_file") from None
+    return [(_digest(entry.key, f"{file}: key of {entry.name!r}"), _api_key(entry)) for entry in document.keys]
+
+
+def _api_key(entry: _Entry) -> ApiKey:
+    patterns = (entry.adapters,) if isinstance(entry.adapters, str) else tuple(entry.adapters)
+    limits = KeyLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
+    metrics = entry.metrics or entry.admin
+    return ApiKey(entry.name, patterns, base=entry.base, metrics=metrics, admin=entry.admin, limits=limits)
+
+
+def _check_distinct(keys: Sequence[tuple[bytes, ApiKey]], file: Path) -> None:
+    names: set[str] = set()
+    owners: dict[bytes, str] = {}
+    for digest, key in keys:
+        if key.name in names:
+            raise ConfigError(f"{file}: the name {key.name!r} is used twice.", param="api_keys_file")
+        if digest in owners:
+            raise ConfigError(f"{file}: {owners[digest]!r} and {key.name!r} have the same key.", param="api_keys_file")
+        names.add(key.name)
+        owners[digest] = key.name
+
+
+def hash_of(token: str) -> str:
+    """What a file of keys may hold in place of the token. Raises ConfigError for what cannot be a token."""
+    return HASH_PREFIX + _token_digest(token, "the key").hex()
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for what cannot be the name of a key."""
+    if not re.fullmatch(_NAME, name):
+        raise ConfigError(f"{name!r} cannot be a key's name: 1 to 64 letters, digits, '.', '_' and '-' are expected.")
+
+
+def new_token() -> str:
+    """A key that nobody can guess: 256 random bits."""
+    return f"pk-{secrets.token_urlsafe(32)}"
+
+
+def _digest(value: str, source: str) -> bytes:
+    if not value.startswith(HASH_PREFIX):
+        return _token_digest(value, source)
+    digits = value.removeprefix(HASH_PREFIX).lower()
+    if not _HASH.fullmatch(digits):
+        raise ConfigError(f"{source}: after {HASH_PREFIX} 64 hexadecimal digits are expected (`punica keys hash`).")
+    return bytes.fromhex(digits)
+
+
+def _token_digest(token: str, source: str) -> bytes:
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{source}: a key has 8 to 512 printable ASCII characters and no spaces; `punica keys new` makes one."
+        )
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _state(file: Path) -> FileSignature | None:
+    try:
+        return signature_of(file.stat())
+    except OSError:
+        return None
+
+
+def _changes(before: set[str], after: set[str]) -> list[tuple[str, list[str]]]:
+    return [("new:", sorted(after - before)), ("gone:", sorted(before - after))]

@@ -1,0 +1,286 @@
+"""Keys: what a file may say, whom a token belongs to, and what changes while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from app import keys as keys_module
+from app.cli import main
+from app.keys import ApiKey, KeyLimits, KeyStore, hash_of, read_keys
+from punica_core.errors import ConfigError, InvalidApiKey
+
+ACME, OTHER = "acme-secret-1", "other-secret-2"
+
+
+def bearer(token: str) -> list[bytes]:
+    return [f"Bearer {token}".encode()]
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "keys.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(
+        tmp_path,
+        f"""
+keys:
+  - name: acme
+    key: {ACME}
+    adapters: [acme/*, shared]
+    base: false
+    requests_per_minute: 60
+    tokens_per_minute: 1000
+    max_concurrent: 4
+  - {{name: other, key: "{hash_of(OTHER)}", admin: true}}
+""",
+    )
+
+
+def test_a_file_says_what_each_key_may(file: Path) -> None:
+    store = KeyStore(file=file)
+    limits = KeyLimits(requests_per_minute=60, tokens_per_minute=1000, max_concurrent=4)
+    assert store.find(bearer(ACME)) == ApiKey("acme", ("acme/*", "shared"), base=False, limits=limits)
+    assert store.find(bearer(OTHER)) == ApiKey("other", metrics=True, admin=True)
+    assert not store.is_open
+
+
+def test_patterns_decide_by_the_name_alone() -> None:
+    key = ApiKey("k", ("acme/*", "v[12]", "exact"))
+    assert [name for name in ("acme/a", "acme/a/b", "v2", "exact") if not key.may_use(name)] == []
+    assert [name for name in ("acme", "Acme/a", "xacme/a", "v3", "exact2", "exact\n", "") if key.may_use(name)] == []
+    assert ApiKey("k", ()).may_use("exact") is False
+    assert (ApiKey("k").sees_all, key.sees_all) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        [],
+        bearer("wrong-secret-1"),
+        bearer(ACME.upper()),
+        bearer(ACME[:-1]),
+        bearer(ACME + "x"),
+        bearer(hash_of(ACME)),
+        bearer(hash_of(ACME).removeprefix("sha256:")),
+        [ACME.encode()],
+        [b"Basic " + ACME.encode()],
+        [b"Bearer"],
+        [b"Bearer "],
+        [b"Bearer \xff\xfe"],
+        [*bearer(ACME), *bearer("wrong-secret-1")],
+        [b"Bearer " + b"x" * 5000],
+    ],
+)
+def test_whatever_is_not_exactly_a_key_is_refused_without_repeating_it(file: Path, authorization: list[bytes]) -> None:
+    with pytest.raises(InvalidApiKey) as caught:
+        KeyStore(file=file).find(authorization)
+    for value in authorization:
+        assert value.split()[-1].decode(errors="replace") not in caught.value.message.replace("Bearer KEY", "")
+
+
+@pytest.mark.parametrize("authorization", [b"bearer " + ACME.encode(), b"BEARER   " + ACME.encode() + b" "])
+def test_the_scheme_may_be_spelled_as_http_allows(file: Path, authorization: bytes) -> None:
+    assert KeyStore(file=file).find([authorization]).name == "acme"
+
+
+def test_without_keys_anybody_may_use_all_but_administration() -> None:
+    store = KeyStore()
+    anybody = store.find([])
+    assert (anybody.name, anybody.base, anybody.sees_all, anybody.metrics, anybody.admin) == (
+        "",
+        True,
+        True,
+        True,
+        False,
+    )
+    assert store.find(bearer("whatever")) == anybody
+    assert KeyStore(enable_admin=True).find([]).admin
+
+
+def test_one_key_may_do_all_and_administrate_if_told_so() -> None:
+    key = KeyStore(ACME).find(bearer(ACME))
+    assert (key.name, key.sees_all, key.metrics, key.admin) == ("default", True, True, False)
+    assert KeyStore(ACME, enable_admin=True).find(bearer(ACME)).admin
+
+
+def test_one_key_and_a_file_go_together(file: Path) -> None:
+    store = KeyStore("the-one-key", file)
+    assert {store.find(bearer(token)).name for token in (ACME, OTHER, "the-one-key")} == {"acme", "other", "default"}
+
+
+def test_no_token_is_kept(file: Path) -> None:
+    store = KeyStore("the-one-key", file)
+    kept = repr([vars(store), vars(store._ring), store.keys])
+    for token in (ACME, OTHER, "the-one-key"):
+        assert token not in kept
+        assert repr(hashlib.sha256(token.encode()).digest()) in kept  # what is looked at is what would hold it
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "Expected `object`, got `null`"),
+        ("keys: []", "length >= 1"),
+        ("keys: [{name: a}]", "missing required field `key`"),
+        ("keys: [{name: a, key: SECRETSECRET, admn: true}]", "unknown field `admn`"),
+        ("keys: [{name: a b, key: SECRETSECRET}]", "matching regex"),
+        ("keys: [{name: a, key: 1234567890}]", "Expected `str`, got `int`"),
+        ("keys: [{name: a, key: SECRET}]", "key of 'a': a key has 8 to 512"),
+        ("keys: [{name: a, key: SECRET SECRET}]", "no spaces"),
+        ("keys: [{name: a, key: 'sha256:SECRETSECRET'}]", "64 hexadecimal digits"),
+        ("keys: [{name: a, key: SECRETSECRET, requests_per_minute: 0}]", ">= 1"),
+        ("keys: [{name: a, key: SECRETSECRET, max_concurrent: many}]", "Expected `int"),
+        ("keys: [{name: a, key: SECRETSECRET, admin: 1}]", "Expected `bool`"),
+        ("keys: [{name: a, key: SECRETSECRET}, {name: a, key: SECRETSECRE2}]", "'a' is used twice"),
+        ("keys: [{name: a, key: SECRETSECRET}, {name: b, key: SECRETSECRET}]", "'a' and 'b' have the same key"),
+        ("keys: [{name: a, key: SECRETSECRET", r"not valid YAML \(line 2, column 1\)"),
+        ("keys: [{name: a, key: *SECRETSECRET}]", "not valid YAML"),
+        ("keys: [{name: a, key: 2001-99-99}]", "cannot read"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_place_and_never_repeats_a_key(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        KeyStore(file=write(tmp_path, text))
+    assert "keys.yaml" in caught.value.message
+    assert "SECRET" not in caught.value.message
+    assert "1234567890" not in caught.value.message
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_keys(tmp_path)
+    with pytest.raises(ConfigError, match="more than 4194304 bytes"):
+        read_keys(write(tmp_path, " " * (keys_module.MAX_FILE_BYTES + 1)))
+
+
+@pytest.mark.parametrize("single", ["short", "with space", "ünïcödë-key", "line\nbreak"])
+def test_one_key_that_no_client_could_send_is_refused(single: str) -> None:
+    with pytest.raises(ConfigError, match=r"api_key: a key has 8 to 512") as caught:
+        KeyStore(single)
+    assert single not in caught.value.message
+
+
+class Watched:
+    """A store that watches its file, looking every few milliseconds, and what it told of changes."""
+
+    def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(keys_module, "WATCH_SECONDS", 0.01)
+        self.told: list[list[str]] = []
+        self.store = KeyStore(file=file, on_change=lambda keys: self.told.append([key.name for key in keys]))
+
+    async def __aenter__(self) -> Watched:
+        self._task = asyncio.create_task(self.store.watch())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert not self._task.done()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def until(self, *names: str) -> None:
+        async with asyncio.timeout(10):
+            while sorted(key.name for key in self.store.keys) != sorted(names):
+                await asyncio.sleep(0.005)
+
+
+async def test_a_changed_file_is_read_again_and_revoked_keys_are_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with Watched(file, monkeypatch) as watched:
+        file.write_text(f"keys: [{{name: new, key: {OTHER}}}]")
+        await watched.until("new")
+        assert watched.store.find(bearer(OTHER)).name == "new"
+        with pytest.raises(InvalidApiKey):
+            watched.store.find(bearer(ACME))
+        assert watched.told == [["new"]]
+    assert "1 in all; new: new; gone: acme, other" in caplog.text
+    assert OTHER not in caplog.text
+
+
+async def test_a_wrong_new_file_changes_nothing_and_is_told_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Watched(file, monkeypatch) as watched:
+        file.write_text("keys: [{name: a, key: SECRETSECRET")
+        while "The keys stay as they are" not in caplog.text:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # several more looks at the same file
+        assert watched.store.find(bearer(ACME)).name == "acme"
+        assert watched.told == []
+        assert caplog.text.count("The keys stay as they are") == 1
+        assert "SECRET" not in caplog.text
+        file.unlink()
+        while caplog.text.count("The keys stay as they are") < 2:
+            await asyncio.sleep(0.005)
+        assert watched.store.find(bearer(ACME)).name == "acme"
+        file.write_text(f"keys: [{{name: new, key: {OTHER}}}]")
+        await watched.until("new")
+
+
+async def test_a_file_that_is_being_written_is_left_alone_until_it_rests(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(range(1, 1000))
+    real = keys_module._state
+    resting = False
+    # a write between any two looks, and what stands there is a valid beginning of the whole
+    monkeypatch.setattr(keys_module, "_state", lambda path: real(path) if resting else next(states))
+    async with Watched(file, monkeypatch) as watched:
+        file.write_text(f"keys:\n- {{name: first, key: {OTHER}}}\n")
+        await asyncio.sleep(0.1)
+        assert watched.told == []
+        file.write_text(f"keys:\n- {{name: first, key: {OTHER}}}\n- {{name: second, key: {ACME}}}\n")
+        resting = True
+        await watched.until("first", "second")
+        assert watched.told == [["first", "second"]]
+
+
+async def test_a_reload_that_was_asked_for_does_not_wait_for_the_next_look(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Watched(file, monkeypatch) as watched:
+        monkeypatch.setattr(keys_module, "WATCH_SECONDS", 3600.0)
+        await asyncio.sleep(0.05)  # the look that was due; the next is an hour away
+        before = os.stat(file)
+        file.write_text(f"keys: [{{name: new, key: {OTHER}}}]")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        watched.store.ask_reload()
+        await watched.until("new")
+
+
+def test_the_command_makes_a_key_and_the_entry_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "new", "acme"]) == 0
+    made = capsys.readouterr()
+    token = made.out.strip()
+    assert token not in made.err
+    store = KeyStore(file=write(tmp_path, f"keys:\n{made.err}"))
+    assert store.find(bearer(token)).name == "acme"
+    assert main(["keys", "new", "acme"]) == 0
+    assert capsys.readouterr().out.strip() != token
+    assert main(["keys", "new", "a b"]) == 1
+
+
+def test_the_command_hashes_a_key_from_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{ACME}\n"))
+    assert main(["keys", "hash"]) == 0
+    assert capsys.readouterr().out.strip() == f"sha256:{hashlib.sha256(ACME.encode()).hexdigest()}"
+    monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
+    assert main(["keys", "hash"]) == 1
