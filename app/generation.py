@@ -20,6 +20,7 @@ from punica_core.protocol import SamplingParams
 _DEFAULT_COMPLETION_TOKENS = 16
 MAX_SCORED_TOKENS = 1 << 17
 """Prompt tokens that a request may have scored, over all its choices: each gets an entry of up to 20 alternatives."""
+_MESSAGE_COST = 64
 
 ResultT = TypeVar("ResultT")
 
@@ -127,8 +128,8 @@ async def off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
 
 
 def text_size(messages: Sequence[Message]) -> int:
-    """Characters of a conversation."""
-    return sum(len(message.text or "") for message in messages)
+    """Characters of a conversation, and what it costs to render so many messages."""
+    return sum(len(message.text or "") + _MESSAGE_COST for message in messages)
 
 
 def _completion_prompts(
@@ -159,7 +160,7 @@ def check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: s
 
 def check_ids(ids: list[int], vocab_size: int, field: str) -> None:
     """Raises InvalidRequest for ids outside the vocabulary."""
-    highest = max(ids)
+    highest = max(ids, default=0)
     if highest >= vocab_size:
         raise InvalidRequest(
             f"{field}: token id {highest} is outside the vocabulary (ids are below {vocab_size}).", param=field

@@ -10,7 +10,7 @@ from app.access import caller
 from app.api_errors import error_response
 from app.body import read_body
 from app.chat_template import ChatTemplate
-from app.generation import check_ids, off_loop_if_large, text_size
+from app.generation import check_hopeless, check_ids, off_loop_if_large, text_size
 from app.keys import ApiKey
 from app.openapi import answered_by
 from app.responses import DetokenizeResponse, TokenizeResponse
@@ -65,15 +65,18 @@ def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | N
 
 def _tokenized(body: TokenizeRequest, service: Service, template: ChatTemplate | None) -> bytes:
     tokenizer = service.tokenizer
-    ids = _prompt_ids(body, tokenizer, template)
+    field, text, special = _text(body, tokenizer, template)
+    check_hopeless(text, tokenizer, service.layout.max_model_len, field)
+    ids = tokenizer.encode(text, add_special_tokens=special)
     strings = [tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
     length = service.layout.max_model_len
     return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, strings))
 
 
-def _prompt_ids(body: TokenizeRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+def _text(body: TokenizeRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[str, str, bool]:
+    """The field that holds the prompt, its text, and whether that gets special tokens."""
     if body.messages is None:
-        return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return "prompt", body.prompt or "", body.add_special_tokens is not False
     text = tokenizer.render_chat(
         [message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -81,4 +84,4 @@ def _prompt_ids(body: TokenizeRequest, tokenizer: Tokenizer, template: ChatTempl
         variables=body.template_variables(),
         template=template,
     )
-    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return "messages", text, bool(body.add_special_tokens)

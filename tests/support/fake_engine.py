@@ -31,6 +31,7 @@ def echo_reply(sequence: NewSequence) -> Sequence[int]:
 class FakeEngine:
     """reply: token ids (or an error) for each sequence; a reply shorter than max_tokens ends with `stop_token_id`.
 
+    logprob: of every token of a sequence.
     auto: run steps by itself, `step_seconds` apart; otherwise the test calls `step` or `emit`.
     submissions, cancelled and forgotten record what the front end asked for.
     """
@@ -46,6 +47,7 @@ class FakeEngine:
         auto: bool = True,
         step_seconds: float = 0.0,
         start_error: PunicaError | None = None,
+        logprob: Callable[[NewSequence], float] = lambda sequence: -0.5,
     ) -> None:
         self.submissions: list[list[NewSequence]] = []
         self.cancelled: list[int] = []
@@ -67,6 +69,7 @@ class FakeEngine:
         self._auto = auto
         self._step_seconds = step_seconds
         self._start_error = start_error
+        self._logprob = logprob
         self._running: dict[int, _Running] = {}
         self._stepper: asyncio.Task[None] | None = None
         self._on_event: Callable[[Event], None] = lambda event: None
@@ -89,7 +92,9 @@ class FakeEngine:
     def submit(self, sequences: Sequence[NewSequence]) -> None:
         self.submissions.append(list(sequences))
         for sequence in sequences:
-            self._running[sequence.request_id] = _Running(sequence, self._reply(sequence), self._stop_token_id)
+            self._running[sequence.request_id] = _Running(
+                sequence, self._reply(sequence), self._stop_token_id, self._logprob(sequence)
+            )
         if self._auto and (self._stepper is None or self._stepper.done()):
             self._stepper = asyncio.get_running_loop().create_task(self._run())
 
@@ -142,8 +147,11 @@ class FakeEngine:
 
 
 class _Running:
-    def __init__(self, sequence: NewSequence, reply: Sequence[int] | PunicaError, stop_token_id: int) -> None:
+    def __init__(
+        self, sequence: NewSequence, reply: Sequence[int] | PunicaError, stop_token_id: int, logprob: float
+    ) -> None:
         self._sequence = sequence
+        self._logprob = logprob
         self._error = reply if isinstance(reply, PunicaError) else None
         limit = sequence.sampling.max_tokens
         tokens = [] if isinstance(reply, PunicaError) else list(reply)
@@ -179,16 +187,16 @@ class _Running:
 
     def _logprobs(self, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
         count = self._sequence.sampling.logprobs
-        return None if count is None else [_logprobs_of(token, count) for token in token_ids]
+        return None if count is None else [_logprobs_of(token, count, self._logprob) for token in token_ids]
 
     def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         count = self._sequence.sampling.prompt_logprobs
         if count is None:
             return None
-        return [None, *(_logprobs_of(token, count) for token in self._sequence.prompt_ids[1:])]
+        return [None, *(_logprobs_of(token, count, self._logprob) for token in self._sequence.prompt_ids[1:])]
 
 
-def _logprobs_of(token_id: int, count: int) -> TokenLogprobs:
-    """The token first (probability 1/2), then others; the last of several has probability 0."""
+def _logprobs_of(token_id: int, count: int, logprob: float) -> TokenLogprobs:
+    """The token first, then others; the last of several has probability 0."""
     others = [(other, -2.0 if other < count - 1 else float("-inf")) for other in range(1, count)]
-    return TokenLogprobs(token_id, -0.5, [(token_id, -0.5), *others][:count])
+    return TokenLogprobs(token_id, logprob, [(token_id, logprob), *others][:count])
