@@ -3,11 +3,16 @@
 In this order: repetition penalty (Keskar et al. 2019, arXiv 1909.05858, over prompt and output), presence and
 frequency penalties (OpenAI, over the output), logit_bias, then -inf on stop ids until `min_tokens` are out. All rows
 of a step are edited by a fixed number of tensor operations, whose size is the number of touched logits.
+
+`EditCollector` looks at the rows and returns arrays on the host; `apply_edits` takes them as tensors where the scores
+are, and does not wait for a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +20,9 @@ import torch
 
 from punica_core.protocol import SamplingParams
 from punica_core.scheduler.plan import RowPlan
+
+Array = npt.NDArray[Any]
+A = TypeVar("A", Array, torch.Tensor)
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -63,42 +71,99 @@ class TokenHistory:
         return index
 
 
-class Penalties:
-    """Applies the penalties of a step's rows; keeps the histories of the last step's rows, and of no others.
+@dataclass(frozen=True, slots=True)
+class PenaltyEntries(Generic[A]):
+    """One entry for each (row, token) that is penalised, all [n]: no pair twice.
+
+    at, ids: int64. generated: fp32, how often the row generated the token. The others: the row's parameters, fp32.
+    """
+
+    at: A
+    ids: A
+    generated: A
+    repetition: A
+    frequency: A
+    presence: A
+
+    def arrays(self) -> list[A]:
+        return [self.at, self.ids, self.generated, self.repetition, self.frequency, self.presence]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedEntries(Generic[A]):
+    """What is added to the logits of (row, token) pairs, all [n]: no pair twice. at, ids: int64. values: fp32."""
+
+    at: A
+    ids: A
+    values: A
+
+    def arrays(self) -> list[A]:
+        return [self.at, self.ids, self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits(Generic[A]):
+    """What a step's rows change, in this order."""
+
+    penalties: PenaltyEntries[A] | None
+    added: AddedEntries[A] | None
+
+    def arrays(self) -> list[A]:
+        return [array for part in (self.penalties, self.added) if part is not None for array in part.arrays()]
+
+    def moved(self, move: Callable[[list[A]], list[torch.Tensor]]) -> LogitEdits[torch.Tensor]:
+        """The same edits with all their arrays passed through one call of `move`."""
+        moved = iter(move(self.arrays()))
+
+        def take(count: int) -> Iterator[torch.Tensor]:
+            return (next(moved) for _ in range(count))
+
+        penalties = None if self.penalties is None else PenaltyEntries(*take(len(self.penalties.arrays())))
+        added = None if self.added is None else AddedEntries(*take(len(self.added.arrays())))
+        return LogitEdits(penalties, added)
+
+
+class EditCollector:
+    """Finds what rows change; keeps the histories of the last step's penalised rows, and of no others.
 
     A history belongs to a Sequence object, whose tokens are only ever appended, so it cannot go stale: a sequence that
     was away for a step (preempted) or that reuses a request_id is read again from its start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._histories: dict[int, tuple[object, TokenHistory]] = {}
 
     @property
     def num_histories(self) -> int:
         return len(self._histories)
 
-    def apply(self, scores: torch.Tensor, rows: Sequence[RowPlan]) -> None:
-        """Edit `scores` [B, V] fp32 in place; row b belongs to rows[b]."""
+    def collect(self, rows: Sequence[RowPlan], vocab_size: int) -> LogitEdits[Array] | None:
+        """The step's edits, None if there are none. To be called once for each step, with all of its rows."""
+        penalties = self._penalties(rows)
+        added = added_entries(rows, self._eos_token_ids, vocab_size)
+        return None if penalties is None and added is None else LogitEdits(penalties, added)
+
+    def _penalties(self, rows: Sequence[RowPlan]) -> PenaltyEntries[Array] | None:
         penalised = [(b, row) for b, row in enumerate(rows) if has_penalties(row.sequence.sampling)]
         self._histories = {row.sequence.request_id: (row.sequence, self._history(row)) for _, row in penalised}
         if not penalised:
-            return
+            return None
         histories = [self._histories[row.sequence.request_id][1] for _, row in penalised]
         params = [row.sequence.sampling for _, row in penalised]
         sizes = [len(history.ids) for history in histories]
 
-        def spread(values: Iterable[float], dtype: type[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(np.repeat(np.fromiter(values, dtype), sizes)).to(scores.device)
+        def spread(values: Iterable[float], dtype: type[np.generic]) -> Array:
+            return np.repeat(np.fromiter(values, dtype), sizes)
 
-        at = spread((b for b, _ in penalised), np.int64)
-        ids = torch.from_numpy(np.concatenate([history.ids for history in histories])).to(scores.device)
-        generated = torch.from_numpy(np.concatenate([history.generated for history in histories])).to(scores.device)
-        repetition = spread((p.repetition_penalty for p in params), np.float32)
-        frequency = spread((p.frequency_penalty for p in params), np.float32)
-        presence = spread((p.presence_penalty for p in params), np.float32)
-        values = scores[at, ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        scores[at, ids] = values - frequency * generated - presence * (generated > 0)
+        return PenaltyEntries(
+            at=spread((b for b, _ in penalised), np.int64),
+            ids=np.concatenate([history.ids for history in histories]),
+            generated=np.concatenate([history.generated for history in histories]),
+            repetition=spread((p.repetition_penalty for p in params), np.float32),
+            frequency=spread((p.frequency_penalty for p in params), np.float32),
+            presence=spread((p.presence_penalty for p in params), np.float32),
+        )
 
     def _history(self, row: RowPlan) -> TokenHistory:
         sequence, length = row.sequence, row.start + row.count
@@ -109,32 +174,25 @@ class Penalties:
         return history
 
 
-def apply_bias(scores: torch.Tensor, rows: Sequence[RowPlan]) -> None:
-    """Add each row's logit_bias to `scores` [B, V] in place; ids outside the vocabulary have no logit to change."""
-    entries = [
-        (b, token_id, bias)
-        for b, row in enumerate(rows)
-        for token_id, bias in row.sequence.sampling.logit_bias.items()
-        if 0 <= token_id < scores.shape[-1]
-    ]
-    if entries:
-        at, ids, bias = zip(*entries, strict=True)
-        index = torch.tensor([at, ids], device=scores.device)
-        scores[index[0], index[1]] += torch.tensor(bias, dtype=scores.dtype, device=scores.device)
+def added_entries(
+    rows: Sequence[RowPlan], eos_token_ids: Collection[int], vocab_size: int
+) -> AddedEntries[Array] | None:
+    """Each row's logit_bias, and -inf for its stop ids while it has fewer than `min_tokens` output tokens.
 
-
-def mask_stop_ids(scores: torch.Tensor, rows: Sequence[RowPlan], eos_token_ids: Collection[int]) -> None:
-    """Put -inf on the stop ids of rows that have fewer than `min_tokens` output tokens, in place."""
-    entries = [
-        (b, token_id)
-        for b, row in enumerate(rows)
-        if num_generated(row) < row.sequence.sampling.min_tokens
-        for token_id in stop_ids(row.sequence.sampling, eos_token_ids)
-        if 0 <= token_id < scores.shape[-1]
-    ]
-    if entries:
-        index = torch.tensor(entries, device=scores.device)
-        scores[index[:, 0], index[:, 1]] = -torch.inf
+    Ids outside the vocabulary have no logit to change.
+    """
+    entries: dict[tuple[int, int], float] = {}
+    for b, row in enumerate(rows):
+        sampling = row.sequence.sampling
+        if sampling.logit_bias:
+            entries |= {(b, token_id): bias for token_id, bias in sampling.logit_bias.items()}
+        if num_generated(row) < sampling.min_tokens:
+            entries |= {(b, token_id): -np.inf for token_id in stop_ids(sampling, eos_token_ids)}
+    kept = [(b, token_id, value) for (b, token_id), value in entries.items() if 0 <= token_id < vocab_size]
+    if not kept:
+        return None
+    at, ids, values = zip(*kept, strict=True)
+    return AddedEntries(np.array(at, np.int64), np.array(ids, np.int64), np.array(values, np.float32))
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> set[int]:
@@ -142,7 +200,18 @@ def stop_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> set[in
     return set(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
 
 
-def edits_logits(row: RowPlan) -> bool:
-    """Whether any of the functions above could change the row."""
-    sampling = row.sequence.sampling
-    return bool(has_penalties(sampling) or sampling.logit_bias or num_generated(row) < sampling.min_tokens)
+def apply_edits(scores: torch.Tensor, edits: LogitEdits[torch.Tensor]) -> None:
+    """Edit `scores` [B, V] fp32 in place. NaN and +inf stay what they are, or become NaN."""
+    if edits.penalties is not None:
+        entries = edits.penalties
+        values = scores[entries.at, entries.ids]
+        values = torch.where(values > 0, values / entries.repetition, values * entries.repetition)
+        lowered = entries.frequency * entries.generated, entries.presence * (entries.generated > 0)
+        scores[entries.at, entries.ids] = values - lowered[0] - lowered[1]
+    if edits.added is not None:
+        scores[edits.added.at, edits.added.ids] += edits.added.values
+
+
+def on_host(arrays: list[Array]) -> list[torch.Tensor]:
+    """The arrays as tensors that share their memory."""
+    return [torch.from_numpy(array) for array in arrays]

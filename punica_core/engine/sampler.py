@@ -16,18 +16,14 @@ from collections.abc import Collection, Sequence
 import torch
 
 from punica_core.engine import noise
-from punica_core.engine.draw import MAX_VOCAB_SIZE, draw, first_argmax
-from punica_core.engine.logit_edits import Penalties, apply_bias, edits_logits, mask_stop_ids
+from punica_core.engine.logit_edits import EditCollector, apply_edits, on_host
 from punica_core.engine.logprobs import token_logprobs
-from punica_core.protocol import SamplingParams, TokenLogprobs
+from punica_core.ops.draw import MAX_VOCAB_SIZE, draw, first_argmax, is_greedy
+from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken
 
 CACHED_SCORES = 1 << 19
 """Scores drawn from together on a CPU, in whole rows: their intermediate values stay in its caches."""
-
-
-def is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature == 0.0 or sampling.top_k == 1
 
 
 class Sampler:
@@ -35,9 +31,8 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: Collection[int], seed: int) -> None:
         assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size} tokens"
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._edits = EditCollector(eos_token_ids)
         self._seed = seed
-        self._penalties = Penalties()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowPlan]) -> list[SampledToken]:
         """The next token of each row.
@@ -64,12 +59,11 @@ class Sampler:
 
     def _scores(self, logits: torch.Tensor, rows: Sequence[RowPlan]) -> torch.Tensor:
         """The logits with every row's edits; the very tensor if there are none."""
-        if not any(edits_logits(row) for row in rows):
+        edits = self._edits.collect(rows, logits.shape[-1])
+        if edits is None:
             return logits
         scores = logits.clone()
-        self._penalties.apply(scores, rows)
-        apply_bias(scores, rows)
-        mask_stop_ids(scores, rows, self._eos_token_ids)
+        apply_edits(scores, edits.moved(on_host))
         return scores
 
     def _draw(self, scores: torch.Tensor, rows: Sequence[RowPlan]) -> torch.Tensor:

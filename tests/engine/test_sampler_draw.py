@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from punica_core.engine.draw import HEAD, filter_weights, inverse_cdf, keep_heaviest
+from punica_core.ops.draw import HEAD, filter_weights, inverse_cdf, keep_heaviest
 from punica_core.protocol import SamplingParams
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from punica_core.engine.logit_edits import Penalties, apply_bias, mask_stop_ids
+from punica_core.engine.logit_edits import EditCollector, apply_edits, on_host
 from punica_core.engine.sampler import Sampler
 from punica_core.scheduler.plan import RowPlan
 from tests.support.sampling import next_row, sampling_row, token_ids
@@ -18,9 +18,16 @@ def some_logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def penalised(logits: torch.Tensor, rows: list[RowPlan]) -> torch.Tensor:
+def edited(
+    logits: torch.Tensor,
+    rows: list[RowPlan],
+    collector: EditCollector | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> torch.Tensor:
     scores = logits.clone()
-    Penalties().apply(scores, rows)
+    edits = (collector or EditCollector(eos_token_ids)).collect(rows, logits.shape[-1])
+    if edits is not None:
+        apply_edits(scores, edits.moved(on_host))
     return scores
 
 
@@ -30,7 +37,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty: float) -> None:
     row = sampling_row(prompt=[5, 6, 5, 9], generated=[11, 6, 150], repetition_penalty=penalty)
     ids = torch.tensor([row.sequence.token_ids])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    assert torch.equal(penalised(logits, [row]), expected)
+    assert torch.equal(edited(logits, [row]), expected)
     assert not torch.equal(expected, logits)
 
 
@@ -40,7 +47,7 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     expected = logits.clone()
     expected[0, 7] -= 0.5 + 0.25 * 1
     expected[0, 8] -= 0.5 + 0.25 * 3
-    torch.testing.assert_close(penalised(logits, [row]), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(edited(logits, [row]), expected, rtol=0, atol=1e-6)
 
 
 def test_each_row_is_penalised_for_its_own_tokens() -> None:
@@ -51,8 +58,8 @@ def test_each_row_is_penalised_for_its_own_tokens() -> None:
         sampling_row(2, generated=[22, 22], frequency_penalty=2.0),
         sampling_row(3, prompt=[23], repetition_penalty=2.0),
     ]
-    together = penalised(logits, rows)
-    alone = torch.cat([penalised(logits[b : b + 1], [row]) for b, row in enumerate(rows)])
+    together = edited(logits, rows)
+    alone = torch.cat([edited(logits[b : b + 1], [row]) for b, row in enumerate(rows)])
     assert torch.equal(together, alone)
     assert (together != logits).sum(dim=-1).tolist() == [1, 0, 1, 1]
 
@@ -60,7 +67,7 @@ def test_each_row_is_penalised_for_its_own_tokens() -> None:
 def test_penalties_keep_minus_infinity() -> None:
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     row = sampling_row(generated=[4], repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.0)
-    assert torch.equal(penalised(logits, [row]), logits)
+    assert torch.equal(edited(logits, [row]), logits)
 
 
 def test_penalties_over_many_steps_equal_those_from_scratch() -> None:
@@ -68,7 +75,7 @@ def test_penalties_over_many_steps_equal_those_from_scratch() -> None:
     generator = torch.Generator().manual_seed(2)
     settings = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
     live = [sampling_row(i, prompt=range(i, i + 90), **settings).sequence for i in range(3)]
-    penalties = Penalties()
+    collector = EditCollector([])
     for step in range(60):
         if step == 30:
             live[1] = sampling_row(1, prompt=[199, 3], **settings).sequence
@@ -76,18 +83,15 @@ def test_penalties_over_many_steps_equal_those_from_scratch() -> None:
             sequence.token_ids.append(int(torch.randint(VOCAB_SIZE, (), generator=generator)))
         rows = [next_row(sequence) for i, sequence in enumerate(live) if i != 2 or not 10 <= step < 20]
         logits = some_logits(len(rows))
-        scores = logits.clone()
-        penalties.apply(scores, rows)
-        assert torch.equal(scores, penalised(logits, rows))
-    assert penalties.num_histories == 3
-    penalties.apply(some_logits(1), [next_row(live[0])])
-    assert penalties.num_histories == 1
+        assert torch.equal(edited(logits, rows, collector), edited(logits, rows))
+    assert collector.num_histories == 3
+    edited(some_logits(1), [next_row(live[0])], collector)
+    assert collector.num_histories == 1
 
 
 def test_bias_is_added_and_foreign_ids_are_ignored() -> None:
     logits = some_logits(2)
-    scores = logits.clone()
-    apply_bias(scores, [sampling_row(logit_bias={3: 2.5, 150: -100.0, VOCAB_SIZE: 9.0, -1: 9.0}), sampling_row(1)])
+    scores = edited(logits, [sampling_row(logit_bias={3: 2.5, 150: -100.0, VOCAB_SIZE: 9.0, -1: 9.0}), sampling_row(1)])
     expected = logits.clone()
     expected[0, 3] += 2.5
     expected[0, 150] -= 100.0
@@ -104,8 +108,7 @@ def test_bias_moves_the_choice() -> None:
 def test_min_tokens_equals_that_of_transformers(generated: int) -> None:
     logits, prompt = some_logits(1), [1, 2]
     row = sampling_row(prompt=prompt, generated=[9] * generated, min_tokens=3)
-    scores = logits.clone()
-    mask_stop_ids(scores, [row], eos_token_ids=[10, 11])
+    scores = edited(logits, [row], eos_token_ids=(10, 11))
     processor = MinNewTokensLengthLogitsProcessor(len(prompt), 3, [10, 11], device="cpu")
     assert torch.equal(scores, processor(torch.tensor([row.sequence.token_ids]), logits.clone()))
     assert bool(torch.isinf(scores).any()) == (generated < 3)
@@ -122,8 +125,7 @@ def test_min_tokens_equals_that_of_transformers(generated: int) -> None:
     ],
 )
 def test_min_tokens_masks_the_ids_that_would_stop(sampling: dict[str, object], masked: list[int]) -> None:
-    scores = some_logits(1)
-    mask_stop_ids(scores, [sampling_row(min_tokens=1, **sampling)], eos_token_ids=[10, 11])
+    scores = edited(some_logits(1), [sampling_row(min_tokens=1, **sampling)], eos_token_ids=(10, 11))
     assert torch.isinf(scores[0]).nonzero().squeeze(-1).tolist() == masked
 
 
@@ -135,3 +137,23 @@ def test_a_stop_id_is_not_chosen_before_min_tokens() -> None:
     free = [sampling_row(i, seed=i, temperature=1.0) for i in range(60)]
     assert 10 not in token_ids(sampler, logits, held)
     assert 10 in token_ids(sampler, logits, free)
+
+
+def test_a_bias_does_not_unmask_a_stop_id() -> None:
+    row = sampling_row(min_tokens=1, logit_bias={10: 50.0, 12: 1.0})
+    logits = some_logits(1)
+    scores = edited(logits, [row], eos_token_ids=(10,))
+    assert scores[0, 10] == -torch.inf
+    assert scores[0, 12] == logits[0, 12] + 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_edits_hide_no_number_that_is_unusable(value: float) -> None:
+    logits = some_logits(2)
+    logits[:, [4, 10]] = value
+    rows = [
+        sampling_row(0, min_tokens=1, logit_bias={4: -100.0}),
+        sampling_row(1, generated=[4, 10], repetition_penalty=2.0, presence_penalty=1.0),
+    ]
+    scores = edited(logits, rows, eos_token_ids=(10,))
+    assert not (scores[:, [4, 10]] < torch.inf).any()

@@ -2,7 +2,7 @@
 
 Weights are exp(score - max) as fixed-point int64. Their sums are exact: they do not depend on the order of addition, so
 neither on the batch's shape, nor on how the vocabulary is cut into pieces, nor on how a device adds. That makes a draw
-a function of its row alone. (Between devices exp may differ by an ulp.)
+a function of its row alone. (Between devices exp may differ by an ulp.) `sample.sample_tokens` does the same in one kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +29,19 @@ BLOCK = 128
 """Columns that are reduced together first: reductions that carry an index are slow over a whole vocabulary."""
 
 
+SMALLEST_TEMPERATURE = 2.0**-149
+"""Temperatures below are 0 in float32, and greedy."""
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the largest score is taken, so that nothing is drawn."""
+    return sampling.temperature < SMALLEST_TEMPERATURE or sampling.top_k == 1
+
+
 def draw(scores: torch.Tensor, params: Sequence[SamplingParams], points: torch.Tensor) -> torch.Tensor:
     """Token ids int64 [B] drawn from scores fp32 [B, V]: temperature, top_k, top_p, min_p, then the point's token.
 
-    params: of each row, temperature > 0. points: fp64 [B] in [0, 1).
+    params: of each row, none of them greedy. points: fp64 [B] in [0, 1).
     """
     weights = fixed_point_weights(scores, [p.temperature for p in params])
     return inverse_cdf(filter_weights(weights, params), points)
