@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what of it decides the mathematics of a plain LoRA, and refusal by name of the rest.
+"""`adapter_config.json`: what of it decides the mathematics of an adapter, and refusal by name of what is not served.
 
 Unknown keys are ignored unless they switch something on (`use_…: true`): a key that this version does not know must
 not change what an adapter computes. Which modules are adapted is decided by the tensors, never by `target_modules`.
@@ -18,6 +18,7 @@ from punica_core.errors import AdapterInvalid, AdapterTooLarge, AdapterUnsupport
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 MAX_PATTERNS = 4096
 MAX_COMPLEX_PATTERNS = 64
+MAX_NAMES = 64
 MAX_PATTERN_LENGTH = 300
 MAX_ALPHA = 1e30
 
@@ -29,15 +30,27 @@ _REPEATED_GROUP = re.compile(r"\)\s*[*+{?]|\(\?|\\[1-9]")
 T = TypeVar("T")
 
 
+BIAS_KINDS = ("none", "all", "lora_only")
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """The part of a PEFT LoraConfig that plain LoRA computes with."""
+    """The part of a PEFT LoraConfig that an adapter is computed with.
+
+    bias: one of BIAS_KINDS. modules_to_save: ends of module names. token_indices: end of a module name, "" for the
+    input embedding → token ids of its trained rows, in the order of the rows.
+    """
 
     lora_rank: int
     lora_alpha: float
     use_rslora: bool
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def num_patterns(self) -> int:
@@ -55,21 +68,24 @@ class LoraSettings:
 
 
 def parse_config(raw: bytes) -> LoraSettings:
-    """Raises AdapterInvalid for damaged or missing values, AdapterUnsupported for options that are not plain LoRA."""
+    """Raises AdapterInvalid for damaged or missing values, AdapterUnsupported for options that are not served."""
     config = parse_json_object(raw, _CONFIG)
     _check_kind(config)
     _check_options(config)
-    rank = _positive_int(_required(config, "r"), "r")
-    alpha = _finite(_required(config, "lora_alpha"), "lora_alpha")
-    rslora = config.get("use_rslora")
-    if rslora is not None and not isinstance(rslora, bool):
-        raise _wrong("use_rslora", rslora, "true or false")
+    use_dora, lora_bias = _switch(config, "use_dora"), _switch(config, "lora_bias")
+    if use_dora and lora_bias:
+        raise AdapterUnsupported("use_dora and lora_bias are both true, which PEFT refuses too; train with one.")
     return LoraSettings(
-        lora_rank=rank,
-        lora_alpha=alpha,
-        use_rslora=bool(rslora),
+        lora_rank=_positive_int(_required(config, "r"), "r"),
+        lora_alpha=_finite(_required(config, "lora_alpha"), "lora_alpha"),
+        use_rslora=_switch(config, "use_rslora"),
         rank_pattern=_patterns(config, "rank_pattern", _positive_int),
         alpha_pattern=_patterns(config, "alpha_pattern", _finite),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
+        bias=_bias(config),
+        modules_to_save=_names(config, "modules_to_save"),
+        token_indices=_token_indices(config),
     )
 
 
@@ -78,7 +94,10 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     if kind is None:
         raise AdapterInvalid(f"{_CONFIG} has no peft_type; is this folder a PEFT adapter?")
     if kind != "LORA":
-        raise AdapterUnsupported(f"peft_type is {shorten(repr(kind))}; only 'LORA' adapters are served.")
+        raise AdapterUnsupported(
+            f"peft_type is {shorten(repr(kind))}; only 'LORA' adapters are served. Merge it into the base model "
+            "(merge_and_unload) and serve that, or train a LoRA."
+        )
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise AdapterUnsupported(f"task_type is {shorten(repr(task))}; only 'CAUSAL_LM' adapters are served.")
@@ -89,23 +108,25 @@ def _is_set(value: Any) -> bool:
 
 
 _UNSUPPORTED: Mapping[str, str] = {
-    "use_dora": "DoRA is not served; train with use_dora=false, or merge it into the base model.",
-    "lora_bias": "LoRA with a bias on lora_B is not served; train with lora_bias=false.",
-    "modules_to_save": "Fully trained modules are not served; train without modules_to_save.",
-    "trainable_token_indices": "Trained token embeddings (trainable_tokens_delta) are not served.",
-    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not served.",
+    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not served; train without it.",
     "layer_replication": "Replicated layers are another base model; serve that model instead.",
-    "target_parameters": "LoRA on parameters (such as MoE experts) is not served.",
+    "target_parameters": "LoRA on parameters (such as MoE experts) is not served; train with target_modules.",
     "fan_in_fan_out": "Transposed base weights (Conv1D) are not served.",
-    "megatron_config": "Megatron parallel layers are not served.",
+    "megatron_config": "Megatron parallel layers are not served; save the adapter from a model without them.",
     "enable_lora": "LoRA on parts of a merged projection is not served.",
-    "use_qalora": "QALoRA is not served.",
-    "use_bdlora": "Block-diagonal LoRA is not served.",
-    "arrow_config": "Arrow routing between adapters is not served.",
-    "kasa_config": "KaSA is not served.",
-    "monteclora_config": "MonteCLoRA is not served.",
+    "use_qalora": "QALoRA is not served; merge it into the base model.",
+    "use_bdlora": "Block-diagonal LoRA is not served; train without it.",
+    "arrow_config": "Arrow routing between adapters is not served; serve the adapters themselves.",
+    "kasa_config": "KaSA is not served, since it changes the base's weights; merge it into the base model.",
+    "monteclora_config": "MonteCLoRA is not served; train without it.",
 }
 """Options that change the mathematics, with what to tell the user; null, false and empty mean off."""
+
+_SWITCHES = ("use_rslora", "use_dora")
+"""`use_…` keys that are served."""
+
+_TRAINING_CONFIGS = ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "velora_config", "runtime_config")
+"""`…_config` keys that say how an adapter was initialised or trained, not what it computes."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the base's weights (prefixes): A and B alone are then not the whole adapter."""
@@ -115,18 +136,18 @@ def _check_options(config: Mapping[str, Any]) -> None:
     for key, advice in _UNSUPPORTED.items():
         if _is_set(config.get(key)):
             raise AdapterUnsupported(f"{key} is {shorten(repr(config[key]))}. {advice}")
-    bias = config.get("bias")
-    if bias not in (None, "none"):
-        raise AdapterUnsupported(f"bias is {shorten(repr(bias))}. Trained biases are not served; use bias='none'.")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         raise AdapterUnsupported(
             f"init_lora_weights is {shorten(repr(init))}: such training also changes the base's weights. Save it with "
-            "path_initial_model_for_weight_conversion, which turns it into plain LoRA."
+            "path_initial_model_for_weight_conversion, which turns it into plain LoRA (all but LoftQ), or merge it "
+            "into the base model it was trained on."
         )
     for key, value in config.items():
-        if key.startswith("use_") and key not in ("use_rslora", *_UNSUPPORTED) and value is True:
+        if key.startswith("use_") and key not in (*_SWITCHES, *_UNSUPPORTED) and value is True:
             raise AdapterUnsupported(f"{shorten(key)} is true, an option this server does not know.")
+        if key.endswith("_config") and key not in (*_TRAINING_CONFIGS, *_UNSUPPORTED) and _is_set(value):
+            raise AdapterUnsupported(f"{shorten(key)} is set, an option this server does not know.")
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
@@ -145,6 +166,54 @@ def _finite(value: Any, key: str) -> float:
     if type(value) not in (int, float) or abs(value) > MAX_ALPHA or not math.isfinite(value):
         raise _wrong(key, value, f"a number of at most {MAX_ALPHA:g}")
     return float(value)
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return bool(value)
+
+
+def _bias(config: Mapping[str, Any]) -> str:
+    kind = config.get("bias")
+    if kind is None:
+        return "none"
+    if kind not in BIAS_KINDS:
+        raise _wrong("bias", kind, f"one of {', '.join(BIAS_KINDS)}")
+    return str(kind)
+
+
+def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key)
+    if names is None:
+        return ()
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _wrong(key, names, "a list of module names")
+    _check_count(key, len(names))
+    return tuple(dict.fromkeys(names))
+
+
+def _check_count(key: str, count: int) -> None:
+    if count > MAX_NAMES:
+        raise AdapterTooLarge(f"{key} has {count} entries; at most {MAX_NAMES} are read.")
+
+
+def _token_indices(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    key = "trainable_token_indices"
+    found = config.get(key)
+    if found is None:
+        return ()
+    table = {"": found} if isinstance(found, list) else found
+    if not isinstance(table, dict):
+        raise _wrong(key, found, "a list of token ids, or an object from module names to such lists")
+    _check_count(key, len(table))
+    for ids in table.values():
+        if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < 2**31 for item in ids):
+            raise _wrong(key, ids, "a list of token ids")
+        if len(set(ids)) < len(ids):
+            raise _wrong(key, ids, "a list of token ids that are all different")
+    return tuple((name, tuple(ids)) for name, ids in table.items() if ids)
 
 
 def _wrong(key: str, value: Any, wanted: str) -> AdapterInvalid:

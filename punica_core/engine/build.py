@@ -19,7 +19,7 @@ from punica_core.errors import AdapterUnsupported, ConfigError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
-from punica_core.lora.weights import AdapterReader, OpenAdapter
+from punica_core.lora.weights import OpenAdapter, reader_for
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.limits import SchedulerLimits
@@ -35,12 +35,12 @@ def build_engine(
     config: EngineConfig,
     on_progress: Callable[[str, float], None],
     on_adapter_loaded: Callable[[], None],
-    open_adapter: OpenAdapter = AdapterReader,
+    open_adapter: OpenAdapter | None = None,
 ) -> tuple[Engine, EngineLayout]:
     """Load the model, plan the memory, wire the parts. Raises ConfigError when that cannot work.
 
     on_adapter_loaded is called on a reader thread whenever an adapter load has ended. open_adapter: where adapters come
-    from; benchmarks make them in memory.
+    from, by default their folders; benchmarks make them in memory.
     """
     refuse_unwired(config)
     loaded = load_model(config, on_progress)
@@ -55,7 +55,7 @@ def build_engine(
         adapter_bytes,
         max_lora_rank=config.max_lora_rank,
         load_timeout=config.adapter_load_timeout,
-        open_adapter=open_adapter if config.lora else refuse_adapter,
+        open_adapter=(open_adapter or reader_for(loaded.base_weights)) if config.lora else refuse_adapter,
         on_loaded=on_adapter_loaded,
     )
     pool = BlockPool(num_blocks)

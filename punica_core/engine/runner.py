@@ -90,7 +90,8 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._weights_of = weights_of
         self._sampler = sampler
-        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES, loaded.device)
+        head_bias = None if loaded.head is None else loaded.base_weights.bias(loaded.head.paths[0])
+        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES, loaded.device, loaded.head, head_bias)
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Compute the plan's rows now."""
@@ -111,9 +112,12 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits [n, V] fp32 of the rows that need them."""
-        self._loaded.lora.step = self._lora.step(inputs.segments)
+        loaded = self._loaded
+        loaded.lora.step = self._lora.step(inputs.segments)
+        loaded.head_lora.step = self._lora.head_step(inputs.logit_segments)
+        loaded.embedding_lora.step = self._lora.embedding_step(inputs.segments)
         try:
-            output = self._loaded.model(
+            output = loaded.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
@@ -121,7 +125,7 @@ class ModelRunner:
                 paged=PagedAttention(self._kv_cache, inputs.kv_rows),
             )
         finally:
-            self._loaded.lora.step = None
+            loaded.lora.step = loaded.head_lora.step = loaded.embedding_lora.step = None
         logits: Tensor = output.logits[0].float()
         return logits
 

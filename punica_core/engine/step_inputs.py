@@ -31,7 +31,8 @@ class LogitsRange:
 class StepInputs:
     """input_ids, position_ids: [1, T], packed in the plan's order. logit_rows: [n], the rows that need logits.
 
-    logits: whose they are, in order. kv_rows: the rows as attention sees them. segments: as LoRA sees them.
+    logits: whose they are, in order. kv_rows: the rows as attention sees them. segments: as LoRA sees them;
+    logit_segments: those of logit_rows.
     """
 
     input_ids: Tensor
@@ -40,6 +41,7 @@ class StepInputs:
     logits: tuple[LogitsRange, ...]
     kv_rows: tuple[KVRow, ...]
     segments: tuple[Segment, ...]
+    logit_segments: tuple[Segment, ...]
 
 
 def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights], device: torch.device) -> StepInputs:
@@ -58,13 +60,15 @@ def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights], de
         if wanted:
             logits.append(LogitsRange(row, len(logit_rows), wanted))
             logit_rows += range(first + row.count - wanted, first + row.count)
+    segments = build_segments(((row.slot, row.count) for row in plan.rows), weights_of)
     return StepInputs(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.tensor([positions], device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
         logits=tuple(logits),
         kv_rows=tuple(kv_rows),
-        segments=build_segments(((row.slot, row.count) for row in plan.rows), weights_of),
+        segments=segments,
+        logit_segments=build_segments(((p.row.slot, p.count) for p in logits), weights_of) if segments else (),
     )
 
 

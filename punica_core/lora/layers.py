@@ -38,6 +38,22 @@ class StepLoRA(Protocol):
         """y[rows] += scale · (x[rows] · Aᵀ) · Bᵀ for each segment and slice. x: [T, I]; y: [T, ΣO], in place."""
 
 
+class StepEmbedding(Protocol):
+    """What the adapters of one step make of the token embeddings."""
+
+    def embed(self, token_ids: Tensor, y: Tensor) -> None:
+        """Change the embeddings of tokens whose rows have an adapter. token_ids: [T]; y: [T, H], in place."""
+
+
+class EmbeddingContext:
+    """Holds the running step's adapters of the embedding; `step` is None if no row has one."""
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step: StepEmbedding | None = None
+
+
 class LoRAContext:
     """Holds the running step's LoRA for all layers of one model; `step` is None if no row has an adapter."""
 
@@ -47,17 +63,32 @@ class LoRAContext:
         self.step: StepLoRA | None = None
 
 
-class BaseLinear(nn.Module):  # type: ignore[misc]
-    """A linear layer that no adapter changes. weight: [O, I], shared with whatever it is tied to; bias: [O] or None."""
+class LoRAEmbedding(nn.Module):  # type: ignore[misc]
+    """The model's own embedding module, `base`, plus what the step's adapters make of it."""
 
-    def __init__(self, source: nn.Linear) -> None:
+    def __init__(self, base: nn.Embedding, context: EmbeddingContext) -> None:
         super().__init__()
-        self.weight = source.weight
-        self.bias = source.bias
+        self.base = base
+        self.context = context
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., I] → [..., O]."""
-        return linear(x, self.weight, self.bias)
+    @property
+    def weight(self) -> nn.Parameter:
+        """[V, H], before any scale."""
+        return self.base.weight
+
+    @property
+    def scale(self) -> float:
+        """What `base` multiplies its rows by (Gemma's embed_scale), in the weight's dtype; mostly 1."""
+        factor = getattr(self.base, "embed_scale", None)
+        return 1.0 if factor is None else float(torch.as_tensor(factor).to(self.base.weight.dtype))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [...] → [..., H]."""
+        y: Tensor = self.base(token_ids)
+        step = self.context.step
+        if step is not None:
+            step.embed(token_ids.reshape(-1), y.view(-1, y.size(-1)))
+        return y
 
 
 class LoRALinear(nn.Module):  # type: ignore[misc]
@@ -142,8 +173,22 @@ class LinearSlice(nn.Module):  # type: ignore[misc]
         self._index = index
         self.fused = owner  # the first slice registers the weights, so that state, dtype and device moves see them once
 
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], a view of the fused weight."""
+        return self._part(self._fused.linear.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O], a view; None if the fused linears have none."""
+        bias = self._fused.linear.bias
+        return None if bias is None else self._part(bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return self._fused.take(self._index, x)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.split(self._fused.linear.group.out_features)[self._index]
 
 
 def _joined(parts: Sequence[nn.Parameter]) -> nn.Parameter:

@@ -8,14 +8,15 @@ was measured too: from four adapters on it costs more, since most of what it mul
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from punica_core.lora.layers import LinearGroup, StepLoRA
+from punica_core.lora.layers import LinearGroup, StepEmbedding, StepLoRA
 from punica_core.lora.plan import Segment
+from punica_core.lora.vocabulary import SegmentedEmbedding, SegmentedHead, changes_embedding, changes_head
 from punica_core.lora.weights import AdapterWeights
 
 
@@ -30,11 +31,24 @@ class _SliceExpand:
 
 
 @dataclass(frozen=True, slots=True)
+class _SliceAffine:
+    """y[:, outputs] = gain · y[:, outputs] + bias, after the expand. gain: [O] (DoRA) or None; bias: [O] or None."""
+
+    outputs: slice
+    gain: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupWeights:
-    """One adapter's part in a group. a_t: [I, ΣR], a transposed view; slices: those that the adapter changes."""
+    """One adapter's part in a group. a_t: [I, ΣR], a transposed view; slices: those that the adapter changes.
+
+    affine: those that have a gain or a bias, mostly none.
+    """
 
     a_t: Tensor
     slices: tuple[_SliceExpand, ...]
+    affine: tuple[_SliceAffine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +62,21 @@ class _FusedAdapter:
 class SegmentedLoRA:
     """Plans the LoRA of steps for one model; keeps recently used adapters in the layout that it computes with.
 
-    budget_bytes: bound on those kept besides the adapters of the running step.
+    budget_bytes: bound on those kept besides the adapters of the running step. head, head_bias: the output head's
+    group, whose index follows those of `groups`, and its own bias.
     """
 
-    def __init__(self, groups: Sequence[LinearGroup], budget_bytes: int, device: torch.device) -> None:
-        self._groups = tuple(groups)
+    def __init__(
+        self,
+        groups: Sequence[LinearGroup],
+        budget_bytes: int,
+        device: torch.device,
+        head: LinearGroup | None = None,
+        head_bias: Tensor | None = None,
+    ) -> None:
+        self._groups = (*groups, head) if head is not None else tuple(groups)
+        self._head = head
+        self._head_bias = head_bias
         self._budget_bytes = budget_bytes
         self._device = device
         self._fused: OrderedDict[str, _FusedAdapter] = OrderedDict()
@@ -68,6 +92,20 @@ class SegmentedLoRA:
         if not segments:
             return None
         return _SegmentedStep([(slice(s.start, s.end), self._fused_of(s.adapter)) for s in segments])
+
+    def embedding_step(self, segments: Sequence[Segment]) -> StepEmbedding | None:
+        """What `segments` make of their tokens' embeddings; None if nothing."""
+        changed = [s for s in segments if changes_embedding(s.adapter.vocabulary)]
+        return SegmentedEmbedding(changed) if changed else None
+
+    def head_step(self, segments: Sequence[Segment]) -> StepLoRA | None:
+        """What `segments`, of the rows that need logits, make of the head; None if nothing."""
+        if self._head is None:
+            return None
+        path = self._head.paths[0]
+        adapted = [s for s in segments if path in s.adapter.modules]
+        changed = [s for s in segments if changes_head(s.adapter.vocabulary)]
+        return SegmentedHead(changed, self.step(adapted), self._head_bias) if adapted or changed else None
 
     def _fused_of(self, adapter: AdapterWeights) -> _FusedAdapter:
         fused = self._fused.get(adapter.key)
@@ -97,20 +135,34 @@ class _SegmentedStep:
             if len(group.paths) == 1:  # nothing to cut out, so two views fewer
                 part = weights.slices[0]
                 out.addmm_(v, part.b, alpha=part.scale)
-                continue
-            for part in weights.slices:
-                out[:, part.outputs].addmm_(v[:, part.columns], part.b, alpha=part.scale)
+            else:
+                for part in weights.slices:
+                    out[:, part.outputs].addmm_(v[:, part.columns], part.b, alpha=part.scale)
+            for affine in weights.affine:
+                y_slice = out[:, affine.outputs]
+                if affine.gain is not None:
+                    y_slice.mul_(affine.gain)
+                if affine.bias is not None:
+                    y_slice.add_(affine.bias)
 
 
 def _fuse(groups: Sequence[LinearGroup], adapter: AdapterWeights, device: torch.device) -> _FusedAdapter:
     built = tuple(_fuse_group(group, adapter, device) for group in groups)
-    tensors = [tensor for group in built if group for tensor in (group.a_t, *(part.b for part in group.slices))]
-    return _FusedAdapter(built, sum(tensor.nbytes for tensor in tensors))
+    return _FusedAdapter(built, sum(tensor.nbytes for group in built if group for tensor in _tensors(group)))
+
+
+def _tensors(group: _GroupWeights) -> Iterator[Tensor]:
+    yield group.a_t
+    yield from (part.b for part in group.slices)
+    for affine in group.affine:
+        yield from (tensor for tensor in (affine.gain, affine.bias) if tensor is not None)
 
 
 def _fuse_group(group: LinearGroup, adapter: AdapterWeights, device: torch.device) -> _GroupWeights | None:
+    """None if the adapter has nothing there. Copies all it keeps, so that the adapter itself can be given back."""
     parts: list[Tensor] = []
     slices: list[_SliceExpand] = []
+    affine: list[_SliceAffine] = []
     column = offset = 0
     for path, width in zip(group.paths, group.out_features, strict=True):
         module = adapter.modules.get(path)
@@ -118,9 +170,16 @@ def _fuse_group(group: LinearGroup, adapter: AdapterWeights, device: torch.devic
             lora_rank = module.a.size(0)
             columns, outputs = slice(column, column + lora_rank), slice(offset, offset + width)
             parts.append(module.a)
-            slices.append(_SliceExpand(columns, outputs, module.b.t().contiguous().to(device), module.scale))
+            slices.append(_SliceExpand(columns, outputs, _copied(module.b.t(), device), module.scale))
+            if module.row_gain is not None or module.bias is not None:
+                gain, bias = (None if t is None else _copied(t, device) for t in (module.row_gain, module.bias))
+                affine.append(_SliceAffine(outputs, gain, bias))
             column += lora_rank
         offset += width
     if not parts:
         return None
-    return _GroupWeights((parts[0] if len(parts) == 1 else torch.cat(parts)).to(device).t(), tuple(slices))
+    return _GroupWeights(torch.cat(parts).to(device).t(), tuple(slices), tuple(affine))
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)

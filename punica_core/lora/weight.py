@@ -70,7 +70,12 @@ class LoRAWeight:
             SourceFile(os.path.join(ref.path, CONFIG_NAME), ref.config_signature) as config,
             SourceFile(os.path.join(ref.path, WEIGHTS_NAME), ref.weights_signature) as weights,
         ):
-            modules = read_manifest(config, weights).modules
+            manifest = read_manifest(config, weights)
+        if manifest.extras:
+            raise AdapterUnsupported(
+                f"it has {' and '.join(manifest.extras)}; LoRAWeight holds lora_A and lora_B of linear layers only."
+            )
+        modules = manifest.modules
         shapes = {path: (module.in_features, module.out_features) for path, module in modules.items()}
         read = load_adapter(ref, shapes, dtype, MAX_RANK)
         return MappingProxyType(

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from punica_core.lora.layers import BaseLinear, FusedProjection, LinearGroup, LinearSlice, LoRAContext, LoRALinear
+from punica_core.lora.layers import (
+    EmbeddingContext,
+    FusedProjection,
+    LinearGroup,
+    LinearSlice,
+    LoRAContext,
+    LoRAEmbedding,
+    LoRALinear,
+)
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling linears that the modelling code feeds with one tensor."""
@@ -28,11 +36,33 @@ def install_lora(model: nn.Module, layers_path: str, context: LoRAContext) -> tu
     return tuple(groups)
 
 
-def replace_head(model: nn.Module) -> None:
-    """Put a `BaseLinear` in the place of the output head, tied or not, if it is a plain linear layer."""
+def install_head(model: nn.Module, index: int, context: LoRAContext) -> LinearGroup | None:
+    """Put a LoRA-aware linear in the place of the output head, tied or not; returns its group, of the given index.
+
+    None, and nothing done, if the head is not a plain linear layer.
+    """
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear:
-        model.set_output_embeddings(BaseLinear(head))
+    if type(head) is not nn.Linear:
+        return None
+    group = LinearGroup(index, (path_of(model, head),), head.in_features, (head.out_features,))
+    model.set_output_embeddings(LoRALinear(group, [head], context))
+    return group
+
+
+def install_embedding(model: nn.Module, context: EmbeddingContext) -> LoRAEmbedding | None:
+    """Put a LoRA-aware module around the input embedding; None, and nothing done, if it is not an `nn.Embedding`."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    layer = LoRAEmbedding(embedding, context)
+    model.set_input_embeddings(layer)
+    return layer
+
+
+def path_of(model: nn.Module, module: nn.Module) -> str:
+    """The module's name in the model."""
+    paths: dict[int, str] = {id(found): path for path, found in model.named_modules()}
+    return paths[id(module)]
 
 
 def _groups_of(parent: nn.Module) -> Iterator[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
+from punica_core.adapters.shapes import ModelShapes
 from punica_core.config import EngineConfig, LoadFormat, is_model_path
 from punica_core.errors import ConfigError
-from punica_core.lora.layers import LinearGroup, LoRAContext
+from punica_core.lora.base_weights import BaseWeights
+from punica_core.lora.layers import EmbeddingContext, LinearGroup, LoRAContext
 from punica_core.model import attention
 from punica_core.model.attention import AttentionSpec
-from punica_core.model.fusing import install_lora, replace_head
+from punica_core.model.base_weights import ModelBaseWeights
+from punica_core.model.fusing import install_embedding, install_head, install_lora
 from punica_core.model.norms import fuse_norms
 from punica_core.model.probe import probe_attention, reference_logits
-from punica_core.model.shapes import KVShape, decoder_layers_path, module_shapes, parameter_bytes
+from punica_core.model.shapes import KVShape, decoder_layers_path, model_shapes, parameter_bytes
 from punica_core.model.support import check_supported, max_model_len
 from punica_core.model.threads import limit_threads
 from punica_core.model.weights import load_weights
@@ -44,7 +47,8 @@ class LoadedModel:
     forward(input_ids [1, T], position_ids [1, T], paged=StepAttention, logits_to_keep=[n]) → logits [1, n, V].
     num_heads: H. attention_specs: how each layer attends. groups: its LoRA-aware linears; lora: where the step's
     adapters go.
-    module_shapes: (in, out) by module path.
+    head: the output head's group, its index behind theirs, None if no adapter may change it. head_lora, embedding_lora:
+    where the step's adapters of head and embedding go. module_shapes: what adapters must fit.
     """
 
     model: nn.Module
@@ -60,11 +64,16 @@ class LoadedModel:
     attention_specs: tuple[AttentionSpec, ...]
     groups: tuple[LinearGroup, ...]
     lora: LoRAContext
+    head: LinearGroup | None
+    head_lora: LoRAContext
+    embedding_lora: EmbeddingContext
+    module_shapes: ModelShapes
     base_bytes: int
 
     @property
-    def module_shapes(self) -> Mapping[str, tuple[int, int]]:
-        return module_shapes(self.groups)
+    def base_weights(self) -> BaseWeights:
+        """The base's numbers, as loading adapters needs them."""
+        return ModelBaseWeights(self.model)
 
 
 def load_model(config: EngineConfig, on_progress: Progress = lambda what, fraction: None) -> LoadedModel:
@@ -99,9 +108,11 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
     layers_path = decoder_layers_path(model)
     if layers_path is None:
         raise ConfigError(f"{type(model).__name__} cannot be served: it has no list of layers.", param="model")
-    context = LoRAContext()
-    groups = install_lora(model, layers_path, context)
-    replace_head(model)
+    shapes = model_shapes(model)
+    lora, head_lora, embedding_lora = LoRAContext(), LoRAContext(), EmbeddingContext()
+    groups = install_lora(model, layers_path, lora)
+    head = install_head(model, len(groups), head_lora)
+    install_embedding(model, embedding_lora)
     fuse_norms(model)
     model.set_attn_implementation(attention.ATTENTION_NAME)
     kv_shape, num_heads, attention_specs = probe_attention(model, hf_config, expected)
@@ -118,7 +129,11 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
         num_heads=num_heads,
         attention_specs=attention_specs,
         groups=groups,
-        lora=context,
+        lora=lora,
+        head=head,
+        head_lora=head_lora,
+        embedding_lora=embedding_lora,
+        module_shapes=shapes,
         base_bytes=parameter_bytes(model),
     )
 

@@ -11,7 +11,8 @@ import torch
 
 from punica_core.adapters.format import ModelShapes
 from punica_core.lora.cache import AdapterCache
-from tests.support.peft_adapters import linear_shapes, save_peft_adapter, tiny_llama
+from punica_core.model.shapes import model_shapes
+from tests.support.peft_adapters import save_peft_adapter, tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def saved_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shapes() -> ModelShapes:
-    return linear_shapes(tiny_llama())
+    return model_shapes(tiny_llama())
 
 
 @pytest.fixture

@@ -205,10 +205,10 @@ def test_a_half_written_adapter_works_once_it_is_finished(make_cache: Make, adap
 
 def test_a_refusal_names_the_adapter_and_is_remembered_for_a_while(make_cache: Make, adapter: Path) -> None:
     cache = make_cache(retry_seconds=3600.0)
-    edit_config(adapter, use_dora=True)
+    edit_config(adapter, use_qalora=True)
     ref = adapter_ref(adapter)
     first, second = refused(cache, ref), refused(cache, ref)
-    assert first.message.startswith("Adapter 'A': use_dora")
+    assert first.message.startswith("Adapter 'A': use_qalora")
     assert second is first
     assert [load.outcome for load in cache.stats().loads] == ["adapter_unsupported"]
     assert cache.poll(0.0) == []

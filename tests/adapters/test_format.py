@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from punica_core.adapters.format import ModelShapes, TensorRole, classify
+from punica_core.adapters.format import ModelShapes
+from punica_core.adapters.names import TensorRole, classify
 from punica_core.errors import (
+    AdapterError,
     AdapterInvalid,
     AdapterMismatch,
     AdapterTooLarge,
@@ -23,6 +26,7 @@ from tests.support.peft_adapters import (
     edit_config,
     edit_tensors,
     linear_shapes,
+    peft_warnings_ignored,
     save_peft_adapter,
     tiny_llama,
 )
@@ -48,11 +52,7 @@ def test_the_undamaged_adapter_is_accepted(adapter: Path, shapes: ModelShapes) -
 UNSUPPORTED_CONFIG: dict[str, dict[str, Any]] = {
     "peft_type": {"peft_type": "IA3"},
     "task_type": {"task_type": "SEQ_CLS"},
-    "use_dora": {"use_dora": True},
-    "bias": {"bias": "lora_only"},
-    "lora_bias": {"lora_bias": True},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "trainable_token_indices": {"trainable_token_indices": [5, 9]},
+    "use_dora": {"use_dora": True, "lora_bias": True},
     "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
     "layer_replication": {"layer_replication": [[0, 2], [1, 3]]},
     "target_parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -65,6 +65,7 @@ UNSUPPORTED_CONFIG: dict[str, dict[str, Any]] = {
     "kasa_config": {"kasa_config": {"beta": 0.1}},
     "init_lora_weights": {"init_lora_weights": "pissa_niter_4"},
     "use_future_maths": {"use_future_maths": True},
+    "future_config": {"future_config": {"depth": 2}},
     "rank_pattern": {"rank_pattern": {"(.*a)+b": 4}},
 }
 
@@ -92,6 +93,22 @@ INVALID_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
     "peft_type null": ("no peft_type", {"peft_type": None}),
     "rank_pattern list": ("rank_pattern is [", {"rank_pattern": [4]}),
     "rank_pattern text": ("rank_pattern['q_proj'] is 'x'", {"rank_pattern": {"q_proj": "x"}}),
+    "use_dora text": ("use_dora is 'yes'", {"use_dora": "yes"}),
+    "bias unknown": ("bias is 'some'", {"bias": "some"}),
+    "modules_to_save text": ("modules_to_save is 'lm_head'", {"modules_to_save": "lm_head"}),
+    "token ids negative": ("trainable_token_indices is [-1]", {"trainable_token_indices": [-1]}),
+    "token ids twice": ("trainable_token_indices is [5, 5]", {"trainable_token_indices": [5, 5]}),
+    "token ids by number": ("trainable_token_indices is 5", {"trainable_token_indices": 5}),
+    "use_dora without its tensors": ("21 of 21 modules have no DoRA magnitude", {"use_dora": True}),
+    "lora_bias without its tensors": ("21 of 21 modules have no bias of lora_B", {"lora_bias": True}),
+    "modules_to_save without its tensor": (
+        "modules_to_save names 'lm_head', but the file has no weight of it",
+        {"modules_to_save": ["lm_head"]},
+    ),
+    "token rows without their tensor": (
+        "but the file has no trainable_tokens_delta",
+        {"trainable_token_indices": [5, 9]},
+    ),
     "alpha_pattern broken": ("not a regular expression", {"alpha_pattern": {"q_proj[": 4}}),
 }
 
@@ -159,60 +176,110 @@ def test_an_orphan_half_is_refused_by_name(adapter: Path, shapes: ModelShapes, m
     assert "1 tensors lack their other half" in error.message
 
 
-OTHER_TENSORS: dict[str, str] = {
-    "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA magnitude",
-    "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight": "DoRA magnitude",
-    "model.layers.0.self_attn.q_proj.lora_B.bias": "bias of lora_B",
-    "model.layers.0.self_attn.q_proj.bias": "trained bias",
-    "model.embed_tokens.lora_embedding_A": "LoRA on an embedding",
-    "model.embed_tokens.token_adapter.trainable_tokens_delta": "trainable_tokens_delta",
-    "lm_head.weight": "modules_to_save",
-    "lm_head.base_layer.weight": "weight of the base model",
-    "score.weight": "sequence classifier",
-    "something.else": "unknown tensor",
+STRAY_TENSORS: dict[str, tuple[str, type[AdapterError], tuple[int, ...]]] = {
+    "model.layers.0.self_attn.q_proj.lora_magnitude_vector": ("use_dora is not true", AdapterInvalid, (64,)),
+    "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight": (
+        "use_dora is not true",
+        AdapterInvalid,
+        (64,),
+    ),
+    "model.layers.0.self_attn.q_proj.lora_B.bias": ("lora_bias is not true", AdapterInvalid, (64,)),
+    "model.layers.0.self_attn.q_proj.bias": ("bias is 'none'", AdapterInvalid, (64,)),
+    "model.embed_tokens.lora_embedding_A": ("lack their other half", AdapterInvalid, (8, 512)),
+    "model.embed_tokens.token_adapter.trainable_tokens_delta": ("does not say which tokens", AdapterInvalid, (2, 64)),
+    "model.layers.0.mlp.gate_proj.weight": ("modules_to_save", AdapterUnsupported, (176, 64)),
+    "model.norm.weight": ("modules_to_save", AdapterUnsupported, (64,)),
+    "model.layers.9.mlp.up_proj.base_layer.weight": ("weight of the base model", AdapterUnsupported, (176, 64)),
+    "lm_head.weight": ("the vocabulary was resized", AdapterMismatch, (520, 64)),
+    "lm_head.base_layer.weight": ("the vocabulary was resized", AdapterMismatch, (520, 64)),
+    "model.embed_tokens.weight": ("it is of another base model", AdapterMismatch, (512, 128)),
+    "score.weight": ("sequence classifier", AdapterUnsupported, (2, 64)),
+    "something.else": ("unknown tensor", AdapterUnsupported, (1,)),
+    "model.layers.0.self_attn.q_proj.lora_E": ("AdaLoRA", AdapterUnsupported, (8, 1)),
+    "model.layers.0.self_attn.q_proj.hada_w1_a": ("LoHa", AdapterUnsupported, (8, 8)),
+    "model.layers.1.self_attn.q_proj.lora_A.other.weight": ("are both the lora_A", AdapterInvalid, (8, 64)),
 }
 
 
-@pytest.mark.parametrize(("name", "words"), OTHER_TENSORS.items(), ids=OTHER_TENSORS.keys())
-def test_a_tensor_that_is_not_plain_lora_is_refused_whatever_the_config_says(
-    adapter: Path, shapes: ModelShapes, name: str, words: str
+@pytest.mark.parametrize(("name", "expected"), STRAY_TENSORS.items(), ids=STRAY_TENSORS.keys())
+def test_a_tensor_that_has_no_place_is_refused_by_name(
+    adapter: Path, shapes: ModelShapes, name: str, expected: tuple[str, type[AdapterError], tuple[int, ...]]
 ) -> None:
-    add(adapter, **{PREFIX + name: torch.ones(8)})
+    words, kind, shape = expected
+    add(adapter, **{PREFIX + name: torch.ones(shape)})
     error = refusal(adapter, shapes)
-    assert isinstance(error, AdapterUnsupported)
+    assert isinstance(error, kind), error
     assert words in error.message
     assert name in error.message
 
 
-PEFT_SAVES: dict[str, dict[str, Any]] = {
-    "use_dora": {"use_dora": True},
-    "lora_bias": {"lora_bias": True},
-    "bias": {"bias": "all"},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "trainable_token_indices": {"trainable_token_indices": [5, 9]},
+def test_tensors_of_two_adapters_in_one_file_are_refused(adapter: Path, shapes: ModelShapes) -> None:
+    rename(adapter, "lora_A.weight", "lora_A.one.weight")
+    rename(adapter, "lora_B.weight", "lora_B.two.weight")
+    assert "several adapters: 'one', 'two'" in refusal(adapter, shapes).message
+
+
+DAMAGED_SAVES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "DoRA with use_dora edited off": ({"use_dora": True}, "use_dora is not true", {"use_dora": False}),
+    "lora_bias edited off": ({"lora_bias": True}, "lora_bias is not true", {"lora_bias": False}),
+    "fewer token ids than rows": (
+        {"trainable_token_indices": [5, 9]},
+        "names 1 tokens, so it must be [1, width]",
+        {"trainable_token_indices": [5]},
+    ),
+    "a token beyond the vocabulary": (
+        {"trainable_token_indices": [5, 9]},
+        "names token 512, the base model has 512",
+        {"trainable_token_indices": [5, 512]},
+    ),
+    "rows of a head that has none": (
+        {"trainable_token_indices": [5, 9]},
+        "names 'lm_head', of which no rows were saved",
+        {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}},
+    ),
 }
 
 
-@pytest.mark.parametrize("key", PEFT_SAVES)
-def test_what_peft_itself_saves_for_an_unserved_option_is_refused(
-    tmp_path: Path, shapes: ModelShapes, key: str
+@pytest.mark.parametrize(("config", "words", "change"), DAMAGED_SAVES.values(), ids=DAMAGED_SAVES.keys())
+def test_a_config_that_does_not_go_with_the_tensors_is_refused(
+    tmp_path: Path, shapes: ModelShapes, config: dict[str, Any], words: str, change: dict[str, Any]
 ) -> None:
-    folder = save_peft_adapter(tmp_path / "adapter", **PEFT_SAVES[key])
+    folder = save_peft_adapter(tmp_path / "adapter", target_modules=["q_proj"], **config)
+    edit_config(folder, **change)
     error = refusal(folder, shapes)
-    assert isinstance(error, AdapterUnsupported)
-    assert key in error.message
+    assert words in error.message
 
 
-def test_lora_on_the_embedding_is_refused_by_name(tmp_path: Path, shapes: ModelShapes) -> None:
-    folder = save_peft_adapter(tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
-    assert "LoRA on an embedding" in refusal(folder, shapes).message
-
-
-def test_lora_on_the_head_is_refused_by_name(tmp_path: Path, shapes: ModelShapes) -> None:
-    folder = save_peft_adapter(tmp_path / "adapter", target_modules=["lm_head", "q_proj"])
+def test_a_resized_vocabulary_is_refused_with_both_sizes(tmp_path: Path, shapes: ModelShapes) -> None:
+    folder = save_peft_adapter(tmp_path / "adapter", resized_llama(), target_modules=["lm_head"])
     error = refusal(folder, shapes)
+    assert isinstance(error, AdapterMismatch)
+    assert "520 rows in the adapter and 512 in the base" in error.message
+    folder = save_peft_adapter(tmp_path / "other", resized_llama(), target_modules=["embed_tokens"])
+    assert "an embedding of 520 tokens and width 64, the base model has 512 and 64" in refusal(folder, shapes).message
+
+
+def resized_llama() -> LlamaForCausalLM:
+    model = tiny_llama()
+    with peft_warnings_ignored():
+        model.resize_token_embeddings(520, mean_resizing=False)
+    return model
+
+
+NEED_THE_BASE: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "copies of the base model's weights": {"target_modules": ["lm_head"]},
+    "a trained embedding": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize(("what", "config"), NEED_THE_BASE.items(), ids=NEED_THE_BASE.keys())
+def test_what_needs_the_bases_numbers_is_refused_without_them(
+    tmp_path: Path, shapes: ModelShapes, what: str, config: dict[str, Any]
+) -> None:
+    error = refusal(save_peft_adapter(tmp_path / "adapter", **config), shapes)
     assert isinstance(error, AdapterUnsupported)
-    assert "lm_head" in error.message
+    assert what in error.message
 
 
 def test_two_spellings_of_one_tensor_are_refused(adapter: Path, shapes: ModelShapes) -> None:

@@ -38,7 +38,9 @@ def test_a_saved_model_loads_with_what_its_files_say(folder: Path) -> None:
     loaded = load_model(config_of(folder), lambda what, fraction: seen.append(fraction))
     assert (loaded.architecture, loaded.dtype, loaded.device.type) == ("Qwen2ForCausalLM", torch.float32, "cpu")
     assert (loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids) == (VOCAB_SIZE, MAX_POSITIONS, (2,))
-    assert loaded.module_shapes == linear_shapes(TINY_MODELS["qwen2"]())
+    assert loaded.module_shapes == linear_shapes(TINY_MODELS["qwen2"]()) | {"lm_head": (48, VOCAB_SIZE)}
+    assert loaded.module_shapes.embedding_shape == (VOCAB_SIZE, 48)
+    assert loaded.module_shapes.tied
     assert seen == sorted(seen)
     assert seen
 
