@@ -144,6 +144,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 app,
                 http=http_protocol(chosen.request_timeout),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
