@@ -98,10 +98,19 @@ def document(app: FastAPI, further: Sequence[type[msgspec.Struct]] = ()) -> Call
                     operation["responses"] = _own(operation["responses"])
             _, definitions = schema_components([*_TYPES, *further], ref_template=_REFERENCE)
             built["components"] = {"schemas": definitions}
+            if not app.state.service.keys.is_open:
+                _say_that_keys_are_needed(built, app.state.service.settings.open_metrics)
             app.openapi_schema = built
         return app.openapi_schema
 
     return build
+
+
+def _say_that_keys_are_needed(built: dict[str, Any], open_metrics: bool) -> None:
+    built["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    built["security"] = [{"key": []}]
+    for path in ("/health", "/ready", *(["/metrics"] if open_metrics else [])):
+        built["paths"][path]["get"]["security"] = []
 
 
 def _own(described: dict[str, Any]) -> dict[str, Any]:
