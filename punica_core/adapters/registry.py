@@ -156,8 +156,10 @@ class AdapterRegistry:
         """Whether there is a name for the adapter in this folder."""
         if folder in self._added.values():
             return True
-        below = self._root is not None and folder.startswith(f"{self._root}{os.sep}")
-        return below and self._listed_folder(os.path.relpath(folder, self._root)) is not None
+        if self._root is None or not folder.startswith(f"{self._root}{os.sep}"):
+            return False
+        name = os.path.relpath(folder, self._root)
+        return name not in self._added and self._listed_folder(name) is not None
 
     def _listed_folder(self, name: str) -> str | None:
         """The folder of the directory that has this name, a config, and was not hidden."""
