@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import punica_core.ops
-import punica_core.ops.plan  # noqa: F401  (both define schemas that the library implements)
+import punica_core.ops.plan
+import punica_core.ops.sample  # noqa: F401  (all three define schemas that the library implements)
 from punica_core.ops.build import (
     LIBRARY_NAME,
     PREBUILT_DIRECTORY,

@@ -2,7 +2,8 @@
 
 Weights are exp(score - max) as fixed-point int64. Their sums are exact: they do not depend on the order of addition, so
 neither on the batch's shape, nor on how the vocabulary is cut into pieces, nor on how a device adds. That makes a draw
-a function of its row alone. (Between devices exp may differ by an ulp.) `sample.sample_tokens` does the same in one kernel.
+a function of its row alone. (Between devices exp may differ by an ulp.) The op `sample_tokens` does the same in one
+kernel.
 """
 
 from __future__ import annotations
