@@ -10,7 +10,7 @@ are, and does not wait for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -111,16 +111,17 @@ class LogitEdits(Generic[A]):
     def arrays(self) -> list[A]:
         return [array for part in (self.penalties, self.added) if part is not None for array in part.arrays()]
 
-    def moved(self, move: Callable[[list[A]], list[torch.Tensor]]) -> LogitEdits[torch.Tensor]:
-        """The same edits with all their arrays passed through one call of `move`."""
-        moved = iter(move(self.arrays()))
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> LogitEdits[torch.Tensor]:
+        """The same edits with `tensors` in place of `arrays()`."""
+        count = 0 if self.penalties is None else len(self.penalties.arrays())
+        return LogitEdits(
+            None if self.penalties is None else PenaltyEntries(*tensors[:count]),
+            None if self.added is None else AddedEntries(*tensors[count:]),
+        )
 
-        def take(count: int) -> Iterator[torch.Tensor]:
-            return (next(moved) for _ in range(count))
-
-        penalties = None if self.penalties is None else PenaltyEntries(*take(len(self.penalties.arrays())))
-        added = None if self.added is None else AddedEntries(*take(len(self.added.arrays())))
-        return LogitEdits(penalties, added)
+    def on_host(self: LogitEdits[Array]) -> LogitEdits[torch.Tensor]:
+        """The same edits as tensors that share the arrays' memory."""
+        return self.replaced([torch.from_numpy(array) for array in self.arrays()])
 
 
 class EditCollector:
@@ -210,8 +211,3 @@ def apply_edits(scores: torch.Tensor, edits: LogitEdits[torch.Tensor]) -> None:
         scores[entries.at, entries.ids] = values - lowered[0] - lowered[1]
     if edits.added is not None:
         scores[edits.added.at, edits.added.ids] += edits.added.values
-
-
-def on_host(arrays: list[Array]) -> list[torch.Tensor]:
-    """The arrays as tensors that share their memory."""
-    return [torch.from_numpy(array) for array in arrays]

@@ -66,3 +66,9 @@ def derive_seeds(engine_seed: int, request_ids: Sequence[int]) -> list[int]:
     w0, w1, _, _ = _words([engine_seed] * len(request_ids), request_ids, DOMAIN_SEED)
     seeds: list[int] = (w0 << _SHIFT32 | w1).tolist()
     return seeds
+
+
+def resolve_seeds(engine_seed: int, request_ids: Sequence[int], given: Sequence[int | None]) -> list[int]:
+    """The seed of each request: the one it brought, or a derived one."""
+    derived = derive_seeds(engine_seed, request_ids)
+    return [own if seed is None else seed for own, seed in zip(derived, given, strict=True)]

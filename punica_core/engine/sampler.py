@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from punica_core.engine import noise
-from punica_core.engine.logit_edits import EditCollector, apply_edits, on_host
+from punica_core.engine.logit_edits import EditCollector, apply_edits
 from punica_core.engine.logprobs import token_logprobs
 from punica_core.ops.draw import MAX_VOCAB_SIZE, draw, first_argmax, is_greedy
 from punica_core.protocol import TokenLogprobs
@@ -63,22 +63,18 @@ class Sampler:
         if edits is None:
             return logits
         scores = logits.clone()
-        apply_edits(scores, edits.moved(on_host))
+        apply_edits(scores, edits.on_host())
         return scores
 
     def _draw(self, scores: torch.Tensor, rows: Sequence[RowPlan]) -> torch.Tensor:
         """Token ids int64 [B] drawn at each row's temperature and filters."""
-        points = torch.from_numpy(noise.uniforms(self._seeds(rows), [row.start + row.count for row in rows]))
-        points = points.to(scores.device)
         params = [row.sequence.sampling for row in rows]
+        ids = [row.sequence.request_id for row in rows]
+        seeds = noise.resolve_seeds(self._seed, ids, [p.seed for p in params])
+        points = torch.from_numpy(noise.uniforms(seeds, [row.start + row.count for row in rows])).to(scores.device)
         size = len(rows) if scores.is_cuda else max(1, CACHED_SCORES // scores.shape[-1])
         parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
         return torch.cat([draw(scores[part], params[part], points[part]) for part in parts])
-
-    def _seeds(self, rows: Sequence[RowPlan]) -> list[int]:
-        derived = noise.derive_seeds(self._seed, [row.sequence.request_id for row in rows])
-        given = [row.sequence.sampling.seed for row in rows]
-        return [own if seed is None else seed for own, seed in zip(derived, given, strict=True)]
 
     def _report(self, logits: torch.Tensor, rows: Sequence[RowPlan], token_ids: Sequence[int]) -> list[SampledToken]:
         sampled = [SampledToken(token_id) for token_id in token_ids]

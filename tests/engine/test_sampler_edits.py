@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from punica_core.engine.logit_edits import EditCollector, apply_edits, on_host
+from punica_core.engine.logit_edits import EditCollector, apply_edits
 from punica_core.engine.sampler import Sampler
 from punica_core.scheduler.plan import RowPlan
 from tests.support.sampling import next_row, sampling_row, token_ids
@@ -27,7 +27,7 @@ def edited(
     scores = logits.clone()
     edits = (collector or EditCollector(eos_token_ids)).collect(rows, logits.shape[-1])
     if edits is not None:
-        apply_edits(scores, edits.moved(on_host))
+        apply_edits(scores, edits.on_host())
     return scores
 
 

@@ -1,0 +1,123 @@
+"""Chooses the next token of each row of a step where its logits are, without waiting for the device.
+
+Order of operations, noise and draws are `sampler.Sampler`'s, and so are the tokens (between devices exp may differ by
+an ulp, which moves a draw only if it lies that near to the border of two tokens). What the host knows of a step goes to
+the device in one copy; the token ids are on the device at once, for the next step to read, and on the host later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from punica_core.engine import noise
+from punica_core.engine.logit_edits import EditCollector, apply_edits
+from punica_core.engine.logprobs import logprob_entries, logprob_tensors, token_logprobs
+from punica_core.engine.transfers import Download, upload
+from punica_core.ops.draw import MAX_VOCAB_SIZE
+from punica_core.ops.sample import greedy_tokens, pack_rows, rows_words, sample_tokens
+from punica_core.protocol import TokenLogprobs
+from punica_core.scheduler.plan import RowPlan, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """Tokens being chosen. token_ids: int64 [B] on the device, below V also in rows that turn out unusable.
+
+    copied: token ids, finite, and for rows that want them logprobs: ids and values [n, 1 + top].
+    tops: by row (0 to B - 1) the number of alternatives it wants, in the order of these n.
+    """
+
+    token_ids: Tensor
+    copied: Download
+    tops: dict[int, int]
+
+    def result(self) -> list[SampledToken | None]:
+        """Waits for the device. None for a row whose logits hold NaN or +inf."""
+        ids, finite, *logprobs = self.copied.wait()
+        pairs = zip(ids.tolist(), finite.tolist(), strict=True)
+        tokens = [SampledToken(token_id) if usable else None for token_id, usable in pairs]
+        if logprobs:
+            for (b, top), entry in zip(self.tops.items(), logprob_entries(*logprobs), strict=True):
+                if tokens[b] is not None:
+                    cut = TokenLogprobs(entry.token_id, entry.logprob, entry.top[:top])
+                    tokens[b] = SampledToken(entry.token_id, cut)
+        return tokens
+
+
+class DeviceSampler:
+    """Samples for one engine. `seed` stands in, with the request_id, for the seed of requests that have none."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Collection[int], seed: int) -> None:
+        assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size} tokens"
+        self._edits = EditCollector(eos_token_ids)
+        self._records = _RowRecords(seed)
+
+    def launch(self, logits: Tensor, rows: Sequence[RowPlan]) -> PendingSamples:
+        """Queue the choice of each row's next token on the current stream.
+
+        logits: [B, V] fp32, bf16 or fp16, not modified, row b of rows[b]; must not change before later work of the
+        current stream. rows: each `samples`; the ids of its tokens must be known if it has penalties. The token's
+        position is start + count.
+
+        Takes 4 B V bytes while it runs if a row edits its logits, and about 20 bytes for each of RANKED_ELEMENTS if a
+        row wants the likeliest tokens.
+        """
+        edits = self._edits.collect(rows, logits.size(1))
+        records = self._records.pack(rows)
+        wanted = {b: row.sequence.sampling.logprobs for b, row in enumerate(rows)}
+        tops = {b: top for b, top in wanted.items() if top is not None}
+        edit_arrays = [] if edits is None else edits.arrays()
+        record_arrays = [] if records is None else [records]
+        asked, *tensors = upload([np.fromiter(tops, np.int64), *edit_arrays, *record_arrays], logits.device)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        finite = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+        scores = logits
+        if edits is not None:
+            scores = logits.to(torch.float32, copy=True)
+            apply_edits(scores, edits.replaced(tensors[: len(edit_arrays)]))
+        if records is None:
+            greedy_tokens(token_ids, finite, scores)
+        else:
+            sample_tokens(token_ids, finite, scores, tensors[-1])
+        copied = [token_ids, finite]
+        if tops:
+            unusable = finite.index_select(0, asked).logical_not_().unsqueeze(-1)
+            of_rows = logits.index_select(0, asked).float().masked_fill_(unusable, 0.0)
+            copied += logprob_tensors(of_rows, token_ids.index_select(0, asked), max(tops.values()))
+        return PendingSamples(token_ids, Download(copied), tops)
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens: logits [n, V] fp32, one row a token; `top` alternatives each. Waits."""
+        return token_logprobs(logits, token_ids, top)
+
+
+class _RowRecords:
+    """Packs the parameters of a step's rows. Most steps have the rows of the step before, with new points."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._sequences: list[object] = []
+        self._records = pack_rows([])
+        self._seeds: list[int] = []
+        self._draws = False
+
+    def pack(self, rows: Sequence[RowPlan]) -> npt.NDArray[np.int64] | None:
+        """Records int64 [B, 4] for `sample_tokens`, valid until the next call; None if all rows are greedy."""
+        sequences = [row.sequence for row in rows]
+        if sequences != self._sequences:
+            params = [sequence.sampling for sequence in sequences]
+            ids = [sequence.request_id for sequence in sequences]
+            self._sequences = list(sequences)
+            self._records = pack_rows(params)
+            self._draws = bool((self._records["temperature"] > 0).any())
+            self._seeds = noise.resolve_seeds(self._seed, ids, [p.seed for p in params]) if self._draws else []
+        if not self._draws:
+            return None
+        self._records["point"] = noise.uniforms(self._seeds, [row.start + row.count for row in rows])
+        return rows_words(self._records)
