@@ -34,12 +34,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """loads: attempts that ended since the last `stats`. bytes_used, resident: now. evictions: since the start."""
+    """loads: attempts that ended since the last `stats`. bytes_used, resident: now. evictions: since the start.
+
+    gpu_bytes_used, gpu_resident: of the GPU tier, if there is one; loads and evictions are then those of both.
+    """
 
     loads: list[AdapterLoad]
     evictions: int
     bytes_used: int
     resident: int
+    gpu_bytes_used: int = 0
+    gpu_resident: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +92,7 @@ class AdapterCache:
         self._max_lora_rank = max_lora_rank
         self._open_adapter = open_adapter
         self._load_timeout = load_timeout
-        self._on_loaded = on_loaded
+        self._listeners = [on_loaded]
         self._clock = clock
         self._table = ResidencyTable("host", budget_bytes, num_slots, retry_seconds=retry_seconds)
         self._weights: dict[int, AdapterWeights] = {}
@@ -130,6 +135,10 @@ class AdapterCache:
         """Nobody will ask for the adapter in this folder again: give its memory back, if in use when that ends."""
         with self._lock:
             self._drop(self._table.forget(path))
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have another function called whenever on_loaded is; before the first load."""
+        self._listeners.append(listener)
 
     def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
         """Versions whose load failed since the last poll; loads without progress for load_timeout fail here."""
@@ -206,7 +215,8 @@ class AdapterCache:
     def _announce(self) -> None:
         """Wake who waits for the end of a load; without the lock, for the owner may call back."""
         self._loaded.set()
-        self._on_loaded()
+        for listener in self._listeners:
+            listener()
 
     def _next_job(self) -> _Job | None:
         with self._lock:

@@ -1,0 +1,356 @@
+"""The GPU tier: adapters in the arena, on top of the host tier, handed out by the slot of their table records.
+
+    disk ──AdapterCache──▶ host memory ──ArenaWriter, on a thread and a stream of its own──▶ arena + tables
+
+`acquire`, `release` and `poll` never wait, neither for a thread's work nor for the device. A load goes: host copy
+pinned → room found, on the copying thread → resident, not yet granted → copied → host copy released → granted.
+
+When memory may be overwritten: a pin lasts from `acquire` until the scheduler has processed the last step that uses the
+slot, so an adapter without pins is read by no step, queued or running. Only such adapters are evicted, and only their
+ranges and slots are written to.
+
+Fragmentation: an adapter takes one range of the arena, or, if none is long enough, several, cut between matrices. If
+that fails too, more idle adapters are evicted, the one used longest ago first, until it fits; if it would not fit
+without any of them, none is evicted and the newcomer waits. So it waits only for pinned adapters, and at most one
+matrix of room is wasted in each gap between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from punica_core.adapters.residency import MAX_REMEMBERED, Presence, ResidencyTable, Resident
+from punica_core.errors import AdapterError, AdapterTooLarge, AdapterUnsupported, InternalError, PunicaError
+from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
+from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
+from punica_core.lora.cache import AdapterCache, CacheStats
+from punica_core.lora.layers import LinearGroup
+from punica_core.lora.segments import Int32Array
+from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, shape_of
+from punica_core.lora.weights import AdapterWeights
+from punica_core.ops.layout import ROW_ALIGNMENT
+from punica_core.protocol import AdapterLoad, AdapterRef
+from punica_core.scheduler.plan import AdapterGrant, SkipReason
+
+NUM_SLOTS = 4096
+"""Adapters resident at most. The tables take 48 bytes for each of them and each module: 44 MB for 224 modules."""
+
+_RETRY_ROOM_SECONDS = 0.25
+"""An adapter that found no room tries again when something was released, and after so long: claims expire."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One load. weights: pinned in the host tier by `ref` until the job has ended."""
+
+    ref: AdapterRef
+    weights: AdapterWeights
+    started_at: float
+
+
+class _Closed(Exception):
+    """Ends the copy of a tier that was closed meanwhile."""
+
+
+class GpuAdapterTier:
+    """Implements `scheduler.plan.Residency`, and what the engine asks of an `AdapterCache`.
+
+    host: where adapters come from. groups: the model's; their modules, in order, are those of the tables.
+    budget_bytes: of the arena. dtype, device: the model's; on a CPU it works alike, for tests. on_loaded: called after
+    each end of a load in either tier, on a thread of its own. clock: seconds, the clock of `poll`.
+    """
+
+    def __init__(
+        self,
+        host: AdapterCache,
+        groups: Sequence[LinearGroup],
+        budget_bytes: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_slots: int = NUM_SLOTS,
+        retry_seconds: float = 2.0,
+        claim_seconds: float = 2.0,
+        buffer_bytes: int = BUFFER_BYTES,
+        on_loaded: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._dtype = dtype
+        self._on_loaded = on_loaded
+        self._clock = clock
+        paths = [path for group in groups for path in group.paths]
+        self._index_of = {path: index for index, path in enumerate(paths)}
+        num_elements = budget_bytes // dtype.itemsize // ROW_ALIGNMENT * ROW_ALIGNMENT
+        self.arena = Arena(num_elements, dtype=dtype, device=device)
+        self.tables = AdapterTables(len(paths), num_slots, device=device)
+        self._writer = ArenaWriter(self.arena, self.tables, buffer_bytes=buffer_bytes)
+        self._table = ResidencyTable(
+            "gpu", self.arena.buffer.nbytes, num_slots, retry_seconds=retry_seconds, claim_seconds=claim_seconds
+        )
+        self._runs: dict[int, tuple[Run, ...]] = {}  # by slot
+        self._copying: set[int] = set()  # slots of residents that are not there yet; each has a pin of ours
+        self._denied: OrderedDict[AdapterRef, tuple[int, float]] = OrderedDict()
+        self._num_releases = 0
+        self._failures: dict[AdapterRef, PunicaError] = {}
+        self._loads: list[AdapterLoad] = []
+        self._queue: deque[_Job] = deque()
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._loaded = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        host.listen(self._announce)
+
+    @property
+    def slot_rank(self) -> Int32Array:
+        """int32 [N]: the largest lora_rank of the adapter in each slot that is granted."""
+        return self.tables.slot_rank
+
+    def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
+        """See `Residency.acquire`. For a version that failed a moment ago the next `poll` reports that again."""
+        with self._lock:
+            now = self._clock()
+            resident = self._table.find(ref)
+            if resident is not None:
+                if resident.slot in self._copying:
+                    return SkipReason.ADAPTER_LOADING
+                self._table.pin(ref)
+                return AdapterGrant(resident.slot, resident.adapter_key)
+            error = self._table.failure(ref, now)
+            if error is None:
+                return self._start(ref, now)
+            self._failures[ref] = error
+        self._announce()
+        return SkipReason.ADAPTER_LOADING
+
+    def release(self, ref: AdapterRef) -> None:
+        """Undo one successful `acquire`, when no step that reads the slot is queued. ValueError for one too many."""
+        with self._lock:
+            self._free(self._table.unpin(ref))
+            self._num_releases += 1
+
+    def forget(self, path: str) -> None:
+        """Nobody will ask for the adapter in this folder again: give its memory back, if in use when that ends."""
+        self._host.forget(path)
+        with self._lock:
+            self._free(self._table.forget(path))
+
+    def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
+        """Versions whose load failed in either tier since the last poll."""
+        failures = dict(self._host.poll(now))
+        with self._lock:
+            failures |= self._failures
+            self._failures = {}
+        return list(failures.items())
+
+    def wait_for_load(self, timeout: float) -> bool:
+        """Sleep until a load ends in either tier, at most `timeout` seconds; True if one did since the last call."""
+        ended = self._loaded.wait(timeout)
+        self._loaded.clear()
+        return ended
+
+    def stats(self) -> CacheStats:
+        host = self._host.stats()
+        with self._lock:
+            loads, self._loads = self._loads, []
+            return CacheStats(
+                host.loads + loads,
+                host.evictions + self._table.evictions,
+                host.bytes_used,
+                host.resident,
+                self._table.bytes_used,
+                self._table.num_residents,
+            )
+
+    def close(self) -> None:
+        """Stop loading, in both tiers. Granted adapters stay usable."""
+        self._host.close()
+        with self._lock:
+            self._closed = True
+            self._has_work.notify_all()
+
+    def _start(self, ref: AdapterRef, now: float) -> SkipReason:
+        """Begin or continue a load; the reason to wait."""
+        if self._table.presence(ref, now) is Presence.LOADING:
+            return SkipReason.ADAPTER_LOADING
+        if self._is_denied(ref, now):
+            return SkipReason.ADAPTER_NO_ROOM
+        answer = self._host.acquire(ref)
+        if isinstance(answer, SkipReason):
+            return answer
+        if self._closed:
+            self._host.release(ref)
+            return SkipReason.ADAPTER_LOADING
+        self._table.begin(ref, now)
+        self._queue.append(_Job(ref, self._host.weights(answer.slot), now))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._copy_jobs, name="adapter-copier", daemon=True)
+            self._thread.start()
+        self._has_work.notify()
+        return SkipReason.ADAPTER_LOADING
+
+    def _is_denied(self, ref: AdapterRef, now: float) -> bool:
+        """Whether it found no room, and nothing has happened since that could have made some."""
+        releases, retry_at = self._denied.get(ref, (-1, 0.0))
+        return releases == self._num_releases and now < retry_at
+
+    def _announce(self) -> None:
+        """Wake who waits for the end of a load; takes no lock."""
+        self._loaded.set()
+        self._on_loaded()
+
+    def _copy_jobs(self) -> None:
+        """The copying thread."""
+        with torch.inference_mode():  # so it may write to tensors made under it
+            while (job := self._next_job()) is not None:
+                self._finish(job, self._outcome(job))
+                self._host.release(job.ref)
+                self._announce()
+
+    def _next_job(self) -> _Job | None:
+        with self._lock:
+            while not self._queue and not self._closed:
+                self._has_work.wait()
+            return None if self._closed else self._queue.popleft()
+
+    def _outcome(self, job: _Job) -> PunicaError | None:
+        """Do the job; the error that it ends with."""
+        try:
+            self._bring(job)
+        except _Closed:
+            pass
+        except AdapterError as fault:
+            return type(fault)(f"Adapter {job.ref.name!r}: {fault.message}", param="model")
+        except Exception:
+            _log.exception("unexpected failure while copying adapter %r to the GPU", job.ref.name)
+            return InternalError(f"Adapter {job.ref.name!r} could not be copied to the GPU; see the server's log.")
+        return None
+
+    def _bring(self, job: _Job) -> None:
+        modules = self._modules(job.weights)
+        layout = lay_out({index: shape_of(module) for index, module in modules.items()})
+        with self._lock:
+            resident = self._admit(job, layout)
+            if resident is None:
+                return
+            slot = resident.slot
+            runs = self._runs[slot]
+            self.tables.slot_rank[slot] = max(module.a.size(0) for module in modules.values())
+        try:
+            self._writer.write(slot, modules, layout, runs, self._check_open)
+        except BaseException:
+            self._writer.wait()  # for the part that is on its way
+            with self._lock:
+                self._settle(job.ref, resident)
+                if self._table.find(job.ref) is resident:
+                    self._evict(resident)
+                self._table.begin(job.ref, self._clock())  # `_finish` ends it; until then nobody starts another
+            raise
+        with self._lock:
+            self._settle(job.ref, resident)
+            self._table.claim(resident, self._clock())
+
+    def _modules(self, weights: AdapterWeights) -> Mapping[int, ModuleWeights]:
+        """By index in the tables. Raises AdapterUnsupported for what they have no place for."""
+        if weights.vocabulary is not None:
+            raise AdapterUnsupported("it changes the embedding or the output head, which is not served on a GPU yet.")
+        strange = [path for path in weights.modules if path not in self._index_of]
+        if strange:
+            raise AdapterUnsupported(f"it adapts {strange[0]!r}, which is not served on a GPU yet.")
+        return {self._index_of[path]: module for path, module in weights.modules.items()}
+
+    def _admit(self, job: _Job, layout: AdapterLayout[int]) -> Resident | None:
+        """Find room and enter the adapter into the books, pinned; None if there is nothing to copy."""
+        self._check_open()
+        now = self._clock()
+        self._denied.pop(job.ref, None)
+        joined = self._table.join(job.ref, job.weights.key)
+        if joined is not None:
+            self._free(joined)
+            return None
+        nbytes = layout.num_elements * self._dtype.itemsize
+        if nbytes > self._table.budget_bytes:
+            raise AdapterTooLarge(
+                f"it needs {nbytes} bytes as {self._dtype} on the GPU, all adapters together may have "
+                f"{self._table.budget_bytes}; raise --adapter-gpu-bytes."
+            )
+        runs = self._find_room(layout.part_sizes, now)
+        if runs is None:
+            self._table.abandon(job.ref)
+            self._denied[job.ref] = (self._num_releases, now + _RETRY_ROOM_SECONDS)
+            if len(self._denied) > MAX_REMEMBERED:
+                self._denied.popitem(last=False)
+            return None
+        reserved = self._table.reserve(job.ref, nbytes, now)
+        assert reserved, "what fits the arena fits the books"
+        resident, gone = self._table.commit(job.ref, job.weights.key, now)
+        self._runs[resident.slot] = runs
+        if resident in gone:  # it was forgotten on the way
+            self._free([resident])
+            return None
+        self._table.pin(job.ref)
+        self._copying.add(resident.slot)
+        return resident
+
+    def _find_room(self, part_sizes: Sequence[int], now: float) -> tuple[Run, ...] | None:
+        """Ranges of the arena for an adapter, and a slot, evicting as few idle adapters as it takes, oldest first."""
+        total = sum(part_sizes)
+        victims: list[Resident] = []
+        trial = self.arena.free.copy()
+        needs_slot = self._table.num_residents == self._table.num_slots
+        idle = self._table.evictable(now)
+        while needs_slot or trial.num_free < total or trial.copy().take_parts(part_sizes) is None:
+            victim = next(idle, None)
+            if victim is None:
+                return None
+            needs_slot = False
+            victims.append(victim)
+            trial.give_runs(self._runs[victim.slot])
+        for victim in victims:
+            self._evict(victim)
+        return self.arena.free.take_parts(part_sizes)
+
+    def _evict(self, resident: Resident) -> None:
+        self._table.evict(resident)
+        self._free([resident])
+
+    def _free(self, gone: Iterable[Resident]) -> None:
+        """Give back the ranges of residents that are gone; the records of their slots are read by nobody."""
+        for resident in gone:
+            self.arena.free.give_runs(self._runs.pop(resident.slot))
+            self.tables.slot_rank[resident.slot] = 0
+
+    def _settle(self, ref: AdapterRef, resident: Resident) -> None:
+        """The copy has ended: take our pin off."""
+        self._copying.remove(resident.slot)
+        self._free(self._table.unpin(ref))
+        self._num_releases += 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _Closed
+
+    def _finish(self, job: _Job, error: PunicaError | None) -> None:
+        """Book the end of a load."""
+        with self._lock:
+            now = self._clock()
+            found = self._table.find(job.ref)
+            if error is not None:
+                self._table.fail(job.ref, error, now)
+                self._failures[job.ref] = error
+            elif self._closed and self._table.presence(job.ref, now) is Presence.LOADING:
+                self._table.abandon(job.ref)
+            if error is not None or found is not None:
+                outcome = "ok" if error is None else error.code
+                nbytes = found.nbytes if found is not None else 0
+                self._loads.append(AdapterLoad(job.ref.name, "gpu", now - job.started_at, nbytes, outcome))
