@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_load_timeout: seconds after which a read that makes no progress fails its requests.
     prefix_cache: reuse KV blocks of equal prefixes of the same adapter and tenant.
     sgmv: how LoRA is computed: "auto" takes CUDA kernels on a GPU, "reference" plain torch.
-    seed: seeds the noise of requests that bring no seed of their own.
+    seed: seeds the noise of requests that bring no seed of their own; -1 takes a new one at each start.
     log_level: least severe log lines that the worker prints.
     """
 
@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_load_timeout: float = 60.0
     prefix_cache: bool = True
     sgmv: SgmvBackend = "auto"
-    seed: int = 0
+    seed: int = -1
     log_level: LogLevel = "info"
 
     def validate(self) -> None:
@@ -80,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_lora_rank": 1,
             "adapter_host_bytes": 0,
             "adapter_gpu_bytes": 0,
+            "seed": -1,
         }
         for key, low in at_least.items():
             value = getattr(self, key)

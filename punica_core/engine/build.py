@@ -12,6 +12,7 @@ import transformers
 
 from punica_core.adapters.format import ModelShapes
 from punica_core.config import EngineConfig, EngineLayout
+from punica_core.engine import noise
 from punica_core.engine.engine import Engine
 from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
 from punica_core.engine.sampler import Sampler
@@ -61,7 +62,7 @@ def build_engine(
     pool = BlockPool(num_blocks)
     prefix_cache = PrefixCache(pool, layout.block_size) if config.prefix_cache else None
     scheduler = Scheduler(SchedulerLimits.of(config, layout), pool, prefix_cache, adapters)
-    sampler = Sampler(layout.vocab_size, layout.eos_token_ids, config.seed)
+    sampler = Sampler(layout.vocab_size, layout.eos_token_ids, noise.engine_seed(config.seed))
     runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), adapters.weights, sampler)
     return Engine(scheduler, adapters, runner), layout
 

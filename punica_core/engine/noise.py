@@ -8,6 +8,7 @@ are computed on the host, before the step's logits exist.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Final
 
@@ -59,6 +60,11 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.f
     w0, w1, _, _ = _words(seeds, positions, DOMAIN_SAMPLE)
     bits = (w0 >> np.uint64(5)) << np.uint64(26) | (w1 >> np.uint64(6))
     return bits.astype(np.float64) * 2.0**-53
+
+
+def engine_seed(configured: int) -> int:
+    """The seed of an engine: the configured one, or for -1 a random one, so that two starts draw different tokens."""
+    return configured if configured >= 0 else secrets.randbits(64)
 
 
 def derive_seeds(engine_seed: int, request_ids: Sequence[int]) -> list[int]:
