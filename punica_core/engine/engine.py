@@ -16,9 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from punica_core.errors import InternalError, RequestError
-from punica_core.lora.cache import AdapterCache
-from punica_core.protocol import NewSequence, SequenceOutput, StepStats
+from punica_core.errors import InternalError, PunicaError, RequestError
+from punica_core.lora.cache import CacheStats
+from punica_core.protocol import AdapterRef, NewSequence, SequenceOutput, StepStats
 from punica_core.scheduler.outcome import error_output
 from punica_core.scheduler.plan import PendingStep, RowPlan, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
@@ -43,6 +43,19 @@ class Runner(Protocol):
         one of the vocabulary."""
 
 
+class AdapterTier(Protocol):
+    """The tier that grants adapters: an `AdapterCache` (host memory), or a `GpuAdapterTier` on top of one."""
+
+    def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
+        """Versions whose load failed since the last poll."""
+
+    def forget(self, path: str) -> None:
+        """Nobody will ask for the adapter in this folder again."""
+
+    def stats(self) -> CacheStats:
+        """Gauges and counters; loads are told once."""
+
+
 @dataclass(slots=True)
 class _Launched:
     """A step in flight. step: the error if launching it raised. started: seconds of `time.perf_counter`."""
@@ -60,7 +73,7 @@ class _Launched:
 class Engine:
     """Every submitted sequence ends in exactly one terminal output, whatever fails on the way."""
 
-    def __init__(self, scheduler: Scheduler, adapters: AdapterCache, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, adapters: AdapterTier, runner: Runner) -> None:
         self._scheduler = scheduler
         self._adapters = adapters
         self._runner = runner
@@ -195,7 +208,9 @@ class Engine:
             last_step_seconds=self._last_step,
             slowest_step_seconds=self._slowest_step,
             adapters_host=cache.resident,
+            adapters_gpu=cache.gpu_resident,
             adapter_host_bytes_used=cache.bytes_used,
+            adapter_gpu_bytes_used=cache.gpu_bytes_used,
             adapter_evictions=cache.evictions,
             adapter_loads=cache.loads,
         )

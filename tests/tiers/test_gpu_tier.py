@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from punica_core.engine.engine import Engine
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, InternalError
 from punica_core.lora.arena_writer import ArenaWriter
 from punica_core.lora.gpu_tier import GpuAdapterTier
@@ -25,6 +26,7 @@ from tests.support.memory_adapters import (
     settle,
     wait_until,
 )
+from tests.support.scheduling import make_rig
 
 MakeTier = Callable[..., GpuAdapterTier]
 
@@ -200,3 +202,15 @@ def test_a_closed_tier_brings_nothing_in_and_keeps_what_was_granted(
     assert tier.acquire(b) is SkipReason.ADAPTER_LOADING
     assert not tier.wait_for_load(0.05)
     assert_stored(tier, slot, adapters.weights(a))
+
+
+def test_the_engine_reports_both_tiers(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+    tier = make_tier()
+    engine = Engine(make_rig(max_num_batched_tokens=64).scheduler, tier, runner=None)  # type: ignore[arg-type]
+    for ref in add(adapters, 2):
+        granted(tier, ref)
+    stats = engine.stats()
+    assert (stats.adapters_host, stats.adapters_gpu) == (2, 2)
+    assert stats.adapter_gpu_bytes_used == 2 * NUM_ELEMENTS * 4
+    assert stats.adapter_host_bytes_used == 2 * make_weights("x").nbytes
+    assert sorted(load.tier for load in stats.adapter_loads) == ["gpu", "gpu", "host", "host"]
