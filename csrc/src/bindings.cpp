@@ -1,6 +1,6 @@
-// The only file that knows torch: checks, dtype dispatch, and registration of the CUDA implementations. Written on torch's
-// stable ABI, so that it compiles without a GPU build of torch and one library serves several versions of it. Schemas and
-// their documentation: punica_core/ops/__init__.py.
+// The files of this folder that end in .cpp are the only ones that know torch: checks, dtype dispatch, and registration of the
+// implementations. Written on torch's stable ABI, so that they compile without a GPU build of torch and one library serves
+// several versions of it. Here: the ops whose schemas and documentation are in punica_core/ops/__init__.py.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,42 +10,16 @@
 #include <limits>
 #include <vector>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include "punica/params.h"
-
-// Lives in libtorch_cuda only. Weak, so that the library also loads beside a CPU build of torch.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#include "beside.h"
+#include "bindings.h"
 
 namespace {
 
+using punica::check_cuda;
+using punica::launch_config;
+using punica::to_int;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-int to_int(int64_t value) {
-  STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), "size ", value, " does not fit 32 bits");
-  return static_cast<int>(value);
-}
-
-void check_cuda(cudaError_t error, char const* what) {
-  STD_TORCH_CHECK(error == cudaSuccess, "punica::", what, ": ", cudaGetErrorString(error));
-}
-
-punica::LaunchConfig launch_config(Tensor const& on_device) {
-  int const device = on_device.get_device_index();
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this build of torch has no CUDA");
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0, "cannot get the current CUDA stream");
-  int num_sms = 0;
-  int major = 0;
-  check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
-  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream)};
-}
 
 void check_rows(char const* name, Tensor const& rows, Tensor const& arena) {
   STD_TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1, name, " must be 2-D with contiguous rows");
@@ -84,7 +58,7 @@ void dispatch(Tensor const& arena, char const* what, cudaError_t (*bf16)(Params 
   check_cuda((arena.scalar_type() == ScalarType::BFloat16 ? bf16 : fp16)(params, config), what);
 }
 
-void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank) {
+void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank, bool beside) {
   torch::stable::accelerator::DeviceGuard const guard(x.get_device_index());
   check_rows("x", x, arena);
   auto const config = launch_config(x);
@@ -94,7 +68,9 @@ void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, in
   params.x = x.data_ptr();
   params.x_stride = x.stride(0);
   params.in_features = to_int(x.size(1));
+  params.beside = beside && config.dependent_launch;
   dispatch(arena, "lora_shrink", punica::launch_shrink<__nv_bfloat16>, punica::launch_shrink<__half>, params, config);
+  if (params.beside) check_cuda(punica::beside().release(config.stream), "lora_shrink");
 }
 
 void lora_embed(Tensor v, Tensor token_ids, Tensor arena, Tensor table, Tensor plan, int64_t max_rank) {
@@ -116,7 +92,12 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
                  int64_t in_features, int64_t max_rank) {
   torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
   check_rows("y", y, arena);
-  auto const config = launch_config(y);
+  auto config = launch_config(y);
+  bool joined = false;
+  check_cuda(punica::beside().join(config.stream, joined), "lora_expand");
+#if !PUNICA_JOIN_DEPENDENT
+  config.dependent_launch = config.dependent_launch && !joined;
+#endif
   punica::ExpandParams params{};
   params.tables = make_tables(arena, table, plan);
   params.scratch = make_scratch(v, y.size(0), params.tables.slices, max_rank, config.num_sms);

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from punica_core.ops import plan as plan_builder
-from punica_core.ops.layout import Header
+from punica_core.ops.layout import HEADER_WORDS, Header
 from punica_core.ops.plan import Int32Array
 
 __all__ = ["Int32Array", "SegmentPlan"]
@@ -58,12 +58,12 @@ class SegmentPlan:
     @property
     def seg_indptr(self) -> Tensor:
         """int32 ``[S+1]`` view of the plan: first row of each segment, then the number of rows."""
-        return self.plan[len(Header) : len(Header) + self.num_segments + 1]
+        return self.plan[HEADER_WORDS : HEADER_WORDS + self.num_segments + 1]
 
     @property
     def seg_slot(self) -> Tensor:
         """int32 ``[S]`` view of the plan: slot of each segment, -1 = base model."""
-        start = len(Header) + self.num_segments + 1
+        start = HEADER_WORDS + self.num_segments + 1
         return self.plan[start : start + self.num_segments]
 
     def set_rows(self, row_slots: Int32Array, slot_rank: Int32Array) -> None:

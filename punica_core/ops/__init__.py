@@ -20,7 +20,9 @@ __all__ = ["kv_append", "lora_apply", "lora_embed", "lora_expand", "lora_shrink"
 _LIBRARY = torch.library.Library("punica", "DEF")
 
 
-def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+def lora_shrink(
+    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+) -> None:
     """Project each row onto the low rank of its adapter, for all slices of a fused group.
 
     **Semantics**: ``v[rows, s, :R] = x[rows] @ A[s, slot].T`` for each segment (rows, slot) and slice s, in fp32.
@@ -37,8 +39,10 @@ def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor
         table: int64 ``[slices, N, 6]``.
         plan: int32 ``[capacity]``.
         max_rank: bound of every lora_rank in the table.
+        beside: what follows on the stream, up to the next ``lora_expand``, neither reads v nor writes x, and the first
+            of it is a kernel: in a captured CUDA graph it runs beside this one (sm_90 and newer).
     """
-    torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank)
+    torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank, beside=beside)
 
 
 def lora_expand(
@@ -128,7 +132,7 @@ def lora_apply(
 def _register() -> None:
     tables = "Tensor arena, Tensor table, Tensor plan"
     schemas = {
-        "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank) -> ()",
+        "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool beside=False) -> ()",
         "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",

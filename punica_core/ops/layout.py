@@ -47,6 +47,10 @@ class Field(IntEnum):
     RANK_AND_SCALE = 4
 
 
+HEADER_WORDS: Final = 12
+"""The rest of a plan's header is zero."""
+
+
 class Header(IntEnum):
     """Words of a plan's header.
 
@@ -63,6 +67,8 @@ class Header(IntEnum):
     SHRINK_OFFSET = 5
     NUM_EXPAND_SHARES = 6
     EXPAND_OFFSET = 7
+    LEAST_SHARES = 8
+    """Of a tile; 0 without tiles."""
 
 
 def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from punica_core.ops.layout import (
     EXPAND_SHARE_BYTES,
+    HEADER_WORDS,
     ITEM_WORDS,
     MAX_EXPAND_SHARES,
     SHRINK_CHUNK_SHORT,
     SHRINK_CHUNK_TALL,
-    Header,
 )
 
 Int32Array = npt.NDArray[np.int32]
@@ -28,10 +28,8 @@ _MIDDLE_ROWS = 16
 _TALL_ROWS = 64
 _SHORT_SEGMENT = 32
 """Rows of the longest segment that is cut into short tiles."""
-_TALL_SEGMENT = 128
-"""Rows of the longest segment of a decode step that is cut into middle tiles."""
 _MAX_DECODE_ROWS = 256
-"""Steps of more rows take the kernels for prompts."""
+"""Steps of more rows take the kernels for prompts; lora_expand counts on tiles of at most 16 rows in others."""
 
 _LIBRARY = torch.library.Library("punica", "FRAGMENT")
 
@@ -65,7 +63,7 @@ def capacity(max_rows: int, max_segments: int, max_rank: int) -> int:
     """Words that the plan of any step of so many rows and segments fits in."""
     tiles = min(max_rows, max_segments + max_rows // _SHORT_ROWS)
     chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
-    return len(Header) + 2 * max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+    return HEADER_WORDS + 2 * max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,10 @@ class _Runs:
         return _Runs(self.starts[owner] + offset, lengths, self.slots[owner], self.ranks[owner])
 
 
-def _heights(lengths: Int32Array, middle_limit: int) -> Int32Array:
+def _heights(lengths: Int32Array, step_rows: int) -> Int32Array:
     """Rows of the tiles of each segment."""
-    return np.where(
-        lengths <= _SHORT_SEGMENT, _SHORT_ROWS, np.where(lengths <= middle_limit, _MIDDLE_ROWS, _TALL_ROWS)
-    ).astype(np.int32)
+    long = _MIDDLE_ROWS if step_rows <= _MAX_DECODE_ROWS else _TALL_ROWS
+    return np.where(lengths <= _SHORT_SEGMENT, _SHORT_ROWS, long).astype(np.int32)
 
 
 def _shares(tiles: _Runs) -> Int32Array:
@@ -134,29 +131,30 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
     runs = runs.select((runs.ranks > 0) & (lengths > 0))
     if (largest := int(runs.ranks.max(initial=0))) > max_rank:
         return -largest
-    slot_offset = len(Header) + len(indptr)
+    slot_offset = HEADER_WORDS + len(indptr)
     expand_offset = -(-(slot_offset + len(slots)) // ITEM_WORDS) * ITEM_WORDS
-    num_shares = num_units = 0
+    num_shares = num_units = least_shares = 0
     if len(runs.starts):
-        heights = _heights(runs.lengths, _MIDDLE_ROWS if indptr[-1] > _MAX_DECODE_ROWS else _TALL_SEGMENT)
+        heights = _heights(runs.lengths, int(indptr[-1]))
         tiles = runs.cut(heights)
         chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
         chunk = chunk.repeat(-(-runs.lengths // heights))
         chunks, shares = -(-tiles.ranks // chunk), _shares(tiles)
-        num_shares, num_units = int(shares.sum()), int(chunks.sum())
+        num_shares, num_units, least_shares = int(shares.sum()), int(chunks.sum()), int(shares.min())
         items = array[expand_offset : expand_offset + (num_shares + num_units) * ITEM_WORDS].reshape(-1, ITEM_WORDS)
         if len(items) < num_shares + num_units:
             raise RuntimeError(f"the plan does not fit {len(array)} words")
         _write_items(items[:num_shares], tiles, shares, np.ones_like(shares), shares)
         _write_items(items[num_shares:], tiles, chunks, chunk, chunk)
-    array[len(Header) : slot_offset] = indptr
+    array[HEADER_WORDS:slot_offset] = indptr
     array[slot_offset : slot_offset + len(slots)] = slots
     array[slot_offset + len(slots) : expand_offset] = 0
     shrink_offset = expand_offset + num_shares * ITEM_WORDS
     rows = int(indptr[-1])
-    array[: len(Header)] = (
-        *(len(slots), rows, len(Header), slot_offset),
+    array[:HEADER_WORDS] = (
+        *(len(slots), rows, HEADER_WORDS, slot_offset),
         *(num_units, shrink_offset, num_shares, expand_offset),
+        *(least_shares, 0, 0, 0),
     )
     return shrink_offset + num_units * ITEM_WORDS
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from punica_core.ops.layout import MAX_RANK, MAX_SLICES, ROW_ALIGNMENT, Field, Header, row_pitch
+from punica_core.ops.layout import HEADER_WORDS, MAX_RANK, MAX_SLICES, ROW_ALIGNMENT, Field, Header, row_pitch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def read_record(table: Tensor, slice_index: int, slot: int) -> Record:
 
 def segments(plan: Tensor) -> Iterator[tuple[slice, int]]:
     """Yield (rows, slot) of each non-empty segment of the plan that has an adapter."""
-    header = plan[: len(Header)].tolist()
+    header = plan[: HEADER_WORDS].tolist()
     count = header[Header.NUM_SEGMENTS]
     indptr_offset, slot_offset = header[Header.INDPTR_OFFSET], header[Header.SLOT_OFFSET]
     indptr = plan[indptr_offset : indptr_offset + count + 1].tolist()
@@ -61,7 +61,9 @@ def _scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> Tensor:
     return v[: num_rows * slices * max_rank].view(num_rows, slices, max_rank)
 
 
-def lora_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+def lora_shrink(
+    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+) -> None:
     check_shrink(v, x, arena, table, plan, max_rank)
     out = _scratch(v, x.size(0), table.size(0), max_rank)
     for rows, slot in segments(plan):
@@ -176,7 +178,9 @@ def _check_scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> None
     torch._check(v.numel() >= need, lambda: f"v holds {v.numel()} floats, want at least T*slices*max_rank = {need}")
 
 
-def check_shrink(v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
+def check_shrink(
+    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+) -> None:
     _check_common(arena, table, plan)
     _check_rows("x", x, arena)
     _check_scratch(v, x.size(0), table.size(0), max_rank)

@@ -69,6 +69,33 @@ def test_prompts_of_many_rows(dtype, counts) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[129], [200, 40], [1, 255]], ids=str)
+@pytest.mark.parametrize("lora_rank", [16, 40, 130])
+def test_long_segments_in_a_step_of_few_rows(counts, lora_rank) -> None:
+    check(
+        make_batch(
+            rows_of(counts),
+            ranks=[lora_rank],
+            in_features=264,
+            out_features=(520,),
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_segments", [300, 1000, 4096])
+def test_steps_of_thousands_of_segments(num_segments) -> None:
+    rows = np.arange(num_segments, dtype=np.int32) % 50
+    batch = make_batch(
+        rows.tolist(), ranks=(16, 3, 64), in_features=256, out_features=(264, 72), dtype=torch.bfloat16, device="cuda"
+    )
+    assert batch.plan.num_segments == num_segments
+    check(batch)
+
+
+@pytest.mark.gpu
 def test_the_largest_widths() -> None:
     dtype = torch.bfloat16
     ranks = (16, 64, 7)

@@ -40,7 +40,10 @@ enum PlanHeader : int {
   kShrinkOffset = 5,
   kNumExpandShares = 6,
   kExpandOffset = 7,
+  kLeastShares = 8,  // of a tile; the rest of the header is zero
 };
+
+constexpr int kHeaderWords = 12;
 
 // Blocks a multiprocessor. Steps of very few rows leave room for the next kernel's blocks, which then prepare while this one runs.
 inline int shrink_blocks_per_sm(int num_rows) { return num_rows <= 16 ? 1 : 2; }
@@ -75,6 +78,7 @@ struct ShrinkParams {
   void const* x;  // [T, I]
   int64_t x_stride;
   int in_features;
+  bool beside;  // the next kernel may run beside this one, but not before the one before has ended
 };
 
 struct EmbedParams {

@@ -9,14 +9,12 @@
 
 namespace punica {
 
-constexpr int kHeaderWords = 8;
 constexpr int kItemWords = 4;
 constexpr int kShrinkChunkTall = 32;   // lora_rank columns of a shrink unit of any longer segment
 constexpr int kShareBytes = 64;        // that an output column of an expand share moves
 constexpr int kShortRows = 8;          // heights of tiles
-constexpr int kMiddleRows = 16;
+constexpr int kMiddleRows = 16;        // at most, in steps of few rows: lora_expand counts on it
 constexpr int kShortSegment = 32;      // rows of the longest segment that is cut into short tiles
-constexpr int kTallSegment = 128;      // rows of the longest segment of a decode step that is cut into middle tiles
 
 enum class PlanError : int {
   kNone = 0,
@@ -36,8 +34,8 @@ namespace detail {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-inline int tile_height(int rows, int middle_limit) {
-  return rows <= kShortSegment ? kShortRows : rows <= middle_limit ? kMiddleRows : kMaxTileRows;
+inline int tile_height(int rows, int step_rows) {
+  return rows <= kShortSegment ? kShortRows : step_rows <= kMaxDecodeRows ? kMiddleRows : kMaxTileRows;
 }
 
 inline int shares_of(int rank, int rows) {
@@ -47,12 +45,11 @@ inline int shares_of(int rank, int rows) {
 // Calls visit(segment, row_start, rows, height, lora_rank) for every tile of an adapted segment, in order.
 template <typename Visit>
 void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, Visit visit) {
-  int const middle_limit = indptr[num_segments] > kMaxDecodeRows ? kMiddleRows : kTallSegment;
   for (int s = 0; s < num_segments; ++s) {
     int const rows = indptr[s + 1] - indptr[s];
     int const rank = slots[s] >= 0 ? slot_rank[slots[s]] : 0;
     if (rank <= 0) continue;
-    int const height = tile_height(rows, middle_limit);
+    int const height = tile_height(rows, indptr[num_segments]);
     for (int row = 0; row < rows; row += height) visit(s, indptr[s] + row, std::min(height, rows - row), height, rank);
   }
 }
@@ -76,8 +73,11 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   if (largest > max_rank) return {PlanError::kRank, largest};
   int64_t num_shares = 0;
   int64_t num_units = 0;
+  int least_shares = 0;
   detail::for_each_tile(indptr, slots, num_segments, slot_rank, [&](int, int, int rows, int height, int rank) {
-    num_shares += detail::shares_of(rank, rows);
+    int const shares = detail::shares_of(rank, rows);
+    least_shares = num_shares == 0 ? shares : std::min(least_shares, shares);
+    num_shares += shares;
     num_units += detail::ceil_div(rank, detail::chunk_of(height));
   });
   int const slot_offset = kHeaderWords + num_segments + 1;
@@ -101,6 +101,7 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
     int const chunk = detail::chunk_of(height);
     for (int first = 0; first < rank; first += chunk) put(unit, first | chunk << 16);
   });
+  std::fill_n(plan, kHeaderWords, 0);
   plan[kNumSegments] = num_segments;
   plan[kNumRows] = indptr[num_segments];
   plan[kIndptrOffset] = kHeaderWords;
@@ -109,6 +110,7 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   plan[kShrinkOffset] = static_cast<int32_t>(shrink_offset);
   plan[kNumExpandShares] = static_cast<int32_t>(num_shares);
   plan[kExpandOffset] = static_cast<int32_t>(expand_offset);
+  plan[kLeastShares] = least_shares;
   return {PlanError::kNone, used};
 }
 

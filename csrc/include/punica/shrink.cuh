@@ -133,6 +133,12 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
   __syncthreads();
 }
 
+// The kernel after may begin when every block has come here; unless it runs beside this one, it waits for the end itself.
+__device__ inline void wait_and_release(ShrinkParams const& params) {
+  wait_for_previous();
+  if (params.beside) start_next();
+}
+
 // The block's first item waits for the kernel before when the weights of its first step are on their way.
 template <typename T, typename Tile, bool kAligned>
 __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const& item, TableRecord const& record,
@@ -144,7 +150,7 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
   for (int step = item.first_step + warp % Tile::kColumnGroups; step < item.end_step; step += stride) {
     ShrinkOperands<Tile> operands;
     load_a<T, Tile, kAligned>(operands, params, item, record, step);
-    if (must_wait) wait_for_previous();
+    if (must_wait) wait_and_release(params);
     must_wait = false;
     load_x<T, Tile, kAligned>(operands, params, item, step, first_row);
 #pragma unroll
@@ -157,14 +163,14 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
           for (int n = 0; n < Tile::kRowTiles; ++n)
             mma_16x8x32<T>(acc[m][n], operands.a[u][half][m][0], operands.a[u][half][m][1], operands.x[u][half][n]);
   }
-  if (must_wait) wait_for_previous();  // this warp had no step
+  if (must_wait) wait_and_release(params);  // this warp had no step
   reduce_and_store<Tile>(acc, buffer, params, item, record.lora_rank, first_row);
 }
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_constant__ ShrinkParams params) {
   __shared__ float buffer[kShrinkFloats];
-  start_next();
+  if (!params.beside) start_next();
   bool must_wait = true;
   Tables const& tables = params.tables;
   WorkList const work = load_work_list(tables.plan);
@@ -191,7 +197,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_
     }
     must_wait = false;
   }
-  if (must_wait) wait_for_previous();
+  if (must_wait) wait_and_release(params);
 }
 
 template <typename T>

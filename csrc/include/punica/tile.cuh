@@ -1,10 +1,7 @@
-// Building blocks of the kernels: 16-byte loads, tensor-core tiles, programmatic dependent launch, launching.
+// Building blocks of the kernels: vectors of eight elements, tensor-core tiles, the work list.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "punica/params.h"
+#include "punica/primitives.cuh"
 
 namespace punica {
 
@@ -51,22 +48,6 @@ __device__ inline float get(Vec8 const& vec, int index) {
   return index % 2 ? Convert<T>::high(vec.word[index / 2]) : Convert<T>::low(vec.word[index / 2]);
 }
 
-// Loads of data that is constant while kernels run (weights) may use L1; data that an earlier kernel writes must not: with
-// dependent launch, an L1 line can be older than the write.
-enum class Source { kConstant, kActivation };
-
-template <Source kSource>
-__device__ inline uint4 load16(void const* pointer) {
-  auto const* vec = static_cast<uint4 const*>(pointer);
-  return kSource == Source::kConstant ? __ldg(vec) : __ldcg(vec);
-}
-
-template <Source kSource>
-__device__ inline uint16_t load2(void const* pointer) {
-  auto const* element = static_cast<unsigned short const*>(pointer);
-  return kSource == Source::kConstant ? __ldg(element) : __ldcg(element);
-}
-
 // Up to eight elements from `pointer`, of which `valid` exist (may be <= 0); the others are zero.
 template <Source kSource, bool kAligned, typename T>
 __device__ inline Vec8 load8(T const* pointer, int valid) {
@@ -90,23 +71,6 @@ __device__ inline void keep_first(Vec8& vec, int valid) {
   }
 }
 
-// d[16 x 8] += a[16 x 16] * b[16 x 8], fp32 accumulation. Lane l = 4 g + q holds: a words (row g, k 2q..), (row g+8, k 2q..),
-// (row g, k 2q+8..), (row g+8, k 2q+8..); b words (k 2q.., column g), (k 2q+8.., column g); d (row g, columns 2q, 2q+1),
-// (row g+8, columns 2q, 2q+1).
-template <typename T>
-__device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                   uint32_t b1) {
-  if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
 // d += top/bottom [16 x 32] * column [32 x 8], all three loaded as eight consecutive k elements a lane: lane q of a quad
 // holds k = 8q .. 8q+7. The sum over k may be taken in any order, so this needs no shuffle into the native order.
 template <typename T>
@@ -115,47 +79,19 @@ __device__ inline void mma_16x8x32(float (&d)[4], Vec8 const& top, Vec8 const& b
   mma_16x8x16<T>(d, top.word[2], bottom.word[2], top.word[3], bottom.word[3], column.word[2], column.word[3]);
 }
 
-// Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
-// next kernel's blocks start as soon as every block of this one has called it. Every block waits at some time, also one
-// without work: else a kernel could end before the one before it, and the kernel after would start too early. Before the
-// wait only plan, table and arena may be read.
-__device__ inline void wait_for_previous() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ inline void start_next() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Plan and tables are read by every layer, between base products that stream more weights than the L2 cache holds: ask it to
-// keep them.
-__device__ inline int4 load_metadata(int4 const* pointer) {
-  int4 out;
-  asm("{\n"
-      "  .reg .b64 keep;\n"
-      "  createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n"
-      "  ld.global.nc.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], keep;\n"
-      "}"
-      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-      : "l"(pointer));
-  return out;
-}
-
-// Words kNumShrinkUnits .. kExpandOffset of a plan.
+// Words kNumShrinkUnits .. kLeastShares of a plan.
 struct WorkList {
   int num_units;
   int units_offset;
   int num_shares;
   int shares_offset;
+  int least_shares;
 };
 
 __device__ inline WorkList load_work_list(int32_t const* plan) {
   int4 const words = load_metadata(reinterpret_cast<int4 const*>(plan + kNumShrinkUnits));
-  return {words.x, words.y, words.z, words.w};
+  int4 const more = load_metadata(reinterpret_cast<int4 const*>(plan + kLeastShares));
+  return {words.x, words.y, words.z, words.w, more.x};
 }
 
 __device__ inline TableRecord load_record(Tables const& tables, int slice, int slot) {
@@ -188,23 +124,9 @@ __device__ inline int split_count(Scratch const& scratch, int num_units, int sli
     unsigned const cost = static_cast<unsigned>(waves) * (in_features / splits + kItemOverhead);
     rated = min(cost, (1u << kCostBits) - 1) << 5 | splits;
   }
-  return __reduce_min_sync(~0u, rated) & 31;
+  return warp_min(rated) & 31;
 }
 
 __device__ inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-template <typename Params>
-cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch_config{};
-  launch_config.gridDim = dim3(grid);
-  launch_config.blockDim = dim3(block);
-  launch_config.stream = config.stream;
-  launch_config.attrs = &attribute;
-  launch_config.numAttrs = config.dependent_launch ? 1 : 0;
-  return cudaLaunchKernelEx(&launch_config, kernel, params);
-}
 
 }  // namespace punica

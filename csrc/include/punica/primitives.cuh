@@ -1,0 +1,119 @@
+// What is said in PTX or to the CUDA runtime: loads, asynchronous copies, the tensor core, dependent launch. The tests run the
+// kernels on a CPU by putting a header of this name before this one.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "punica/params.h"
+
+namespace punica {
+
+// Loads of data that is constant while kernels run (weights) may use L1; data that an earlier kernel writes must not: with
+// dependent launch, an L1 line can be older than the write.
+enum class Source { kConstant, kActivation };
+
+template <Source kSource>
+__device__ inline uint4 load16(void const* pointer) {
+  auto const* vec = static_cast<uint4 const*>(pointer);
+  return kSource == Source::kConstant ? __ldg(vec) : __ldcg(vec);
+}
+
+template <Source kSource>
+__device__ inline uint16_t load2(void const* pointer) {
+  auto const* element = static_cast<unsigned short const*>(pointer);
+  return kSource == Source::kConstant ? __ldg(element) : __ldcg(element);
+}
+
+// d[16 x 8] += a[16 x 16] * b[16 x 8], fp32 accumulation. Lane l = 4 g + q holds: a words (row g, k 2q..), (row g+8, k 2q..),
+// (row g, k 2q+8..), (row g+8, k 2q+8..); b words (k 2q.., column g), (k 2q+8.., column g); d (row g, columns 2q, 2q+1),
+// (row g+8, columns 2q, 2q+1).
+template <typename T>
+__device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                   uint32_t b1) {
+  if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// Copies `bytes` (0 to 16; the rest is zero) without passing through registers.
+__device__ inline void copy16_async(char* shared, void const* global, int bytes) {
+  auto const to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+
+// Closes a group of copies; wait_copies<n>() returns when all but this thread's last n groups have arrived.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// The block's shared memory beyond what kernels declare.
+__device__ inline char* dynamic_shared() {
+  extern __shared__ __align__(128) char bytes[];
+  return bytes;
+}
+
+__device__ inline unsigned warp_min(unsigned value) { return __reduce_min_sync(~0u, value); }
+
+// Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
+// next kernel's blocks start as soon as every block of this one has called it. Every block waits at some time, also one
+// without work: else a kernel could end before the one before it, and the kernel after would start too early. Before the
+// wait only plan, table and arena may be read.
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void start_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Plan and tables are read by every layer, between base products that stream more weights than the L2 cache holds: ask it to
+// keep them.
+__device__ inline int4 load_metadata(int4 const* pointer) {
+  int4 out;
+  asm("{\n"
+      "  .reg .b64 keep;\n"
+      "  createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n"
+      "  ld.global.nc.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], keep;\n"
+      "}"
+      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+      : "l"(pointer));
+  return out;
+}
+
+// `shared_bytes` of dynamic shared memory may exceed the 48 KB that a kernel has without asking.
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config,
+                   int shared_bytes = 0) {
+  if (shared_bytes > 0) {
+    cudaError_t const error =
+        cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(grid);
+  launch_config.blockDim = dim3(block);
+  launch_config.dynamicSmemBytes = shared_bytes;
+  launch_config.stream = config.stream;
+  launch_config.attrs = &attribute;
+  launch_config.numAttrs = config.dependent_launch ? 1 : 0;
+  return cudaLaunchKernelEx(&launch_config, kernel, params);
+}
+
+}  // namespace punica

@@ -1,0 +1,18 @@
+// The kernels for bf16 and fp16 as plain functions.
+#include "punica/expand.cuh"
+#include "punica/shrink.cuh"
+
+extern "C" {
+
+void set_late_copies(int late) { emulator::late_copies = late != 0; }
+
+int shrink(int bf16, punica::ShrinkParams const* params, int num_sms) {
+  punica::LaunchConfig const config{num_sms, true, nullptr};
+  return bf16 ? punica::launch_shrink<__nv_bfloat16>(*params, config) : punica::launch_shrink<__half>(*params, config);
+}
+
+int expand(int bf16, punica::ExpandParams const* params, int num_sms) {
+  punica::LaunchConfig const config{num_sms, true, nullptr};
+  return bf16 ? punica::launch_expand<__nv_bfloat16>(*params, config) : punica::launch_expand<__half>(*params, config);
+}
+}

@@ -1,0 +1,93 @@
+"""The logic of shrink and expand, run on the CPU: see ``tests/ops/emulator``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from punica_core.ops.build import source_directory
+from tests.ops.emulator import EmulatedKernels, compile_kernels
+from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
+from tests.support.numerics import assert_as_exact_as_torch
+
+RING = "PUNICA_EXPAND_STREAM=1"
+
+
+@pytest.fixture(scope="module")
+def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_kernels(nvcc, tmp_path_factory.mktemp("emulated") / "kernels.so", defines=[RING])
+
+
+def check(kernels: EmulatedKernels, batch: LoraBatch) -> None:
+    got = kernels.apply(batch)
+    assert_as_exact_as_torch(got, batch.expected(), batch.expected(batch.y.dtype))
+    base = torch.from_numpy(batch.row_slots < 0)
+    assert torch.equal(got[base].view(torch.uint8), batch.y[base].view(torch.uint8))
+    assert not torch.equal(got[~base], batch.y[~base])
+
+
+CASES = {
+    "one row": ([1], [16], 512, (256,)),
+    "all ranks": ([1, 2, 9, 17, 4, 1, 1, 3, 8, 1], MIXED_RANKS, 264, (520, 72)),
+    "skewed": ([1, 33, 1, 70], (33, 256, 8, 64), 136, (264, 136, 8)),
+    "the most rows of a decode step": ([130, 66, 40], [40], 128, (328,)),
+    "unaligned": ([3, 12], (20, 5), 100, (77, 50)),
+    "prompts": ([200, 3, 40, 33], (16, 64, 3, 130), 64, (200, 72)),
+    "an unaligned prompt": ([270], [48], 64, (77,)),
+}
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_gets_its_own_adapter(library, case, late_copies) -> None:
+    counts, ranks, in_features, out_features = CASES[case]
+    batch = make_batch(
+        rows_of(counts, base_rows=2),
+        ranks=ranks,
+        in_features=in_features,
+        out_features=out_features,
+        dtype=torch.bfloat16,
+        dora_slots=(1,),
+    )
+    check(EmulatedKernels(library, late_copies=late_copies), batch)
+
+
+def test_float16_and_modules_that_are_not_targets(library) -> None:
+    batch = make_batch(
+        rows_of([2, 9]), ranks=[16, 40], out_features=(64, 72), missing=[(0, 1), (1, 0)], dtype=torch.float16
+    )
+    kernels = EmulatedKernels(library)
+    check(kernels, batch)
+    assert torch.equal(kernels.apply(batch)[:2, 64:], batch.y[:2, 64:])
+
+
+def is_wrong(library: Path, case: str, late_copies: bool) -> bool:
+    try:
+        test_every_row_gets_its_own_adapter(library, case, late_copies)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("header", "text", "broken", "late_copies"),
+    [
+        ("expand_stream.cuh", "wait_copies<kStages - 2>();", "", True),
+        ("expand_stream.cuh", "wait_copies<kManyStages - 2>();", "", True),
+        ("expand_stream.cuh", "slot == 0 ? kStages - 1 : slot - 1", "slot", False),
+        ("expand_stream.cuh", "slot == 0 ? kManyStages - 1 : slot - 1", "slot", False),
+        ("slab.cuh", "min(max(depth - piece * 8, 0), 8) * 2", "16", False),
+    ],
+    ids=["few: no wait", "many: no wait", "few: reused", "many: reused", "ranks"],
+)
+def test_a_broken_kernel_is_noticed(nvcc, tmp_path, header, text, broken, late_copies) -> None:
+    sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
+    path = sources / "include" / "punica" / header
+    assert text in path.read_text()
+    path.write_text(path.read_text().replace(text, broken))
+    library = compile_kernels(nvcc, tmp_path / "broken.so", sources=sources, defines=[RING])
+    assert any(is_wrong(library, case, late_copies) for case in CASES)
