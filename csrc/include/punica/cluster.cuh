@@ -1,5 +1,6 @@
-// Blocks that work on one row together, and sums over a block. From sm_90 on the blocks of a cluster write into each other's
-// shared memory; before, a block is a cluster of its own and the same code runs.
+// Blocks that work on one row together, and the shared memory they see. From sm_90 on the blocks of a cluster write into each
+// other's; before, a block is a cluster of its own and the same code runs. The tests run the kernels on a CPU by putting a
+// header of this name before this one.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -9,7 +10,7 @@
 namespace punica {
 
 constexpr int kMaxClusterBlocks = 8;
-constexpr unsigned kAllLanes = ~0u;
+constexpr int kSampleThreads = 512;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -26,6 +27,8 @@ struct Cluster {
   __device__ V* in_block(V* local, int block) const {
     return cooperative_groups::this_cluster().map_shared_rank(local, block);
   }
+};
+
 #else
 
 struct Cluster {
@@ -39,53 +42,21 @@ struct Cluster {
   __device__ V* in_block(V* local, int) const {
     return local;
   }
-#endif
-
-  __device__ void sync() const {
-    arrive();
-    wait();
-  }
-
-  // Gives `value` of the first threads to slot `rank` of every block; afterwards all blocks have all slots. A set of slots
-  // serves once: a fast block may already write to the next.
-  template <typename V>
-  __device__ void share(V (&slots)[kMaxClusterBlocks], V const& value) const {
-    if (static_cast<int>(threadIdx.x) < size) *in_block(&slots[rank], threadIdx.x) = value;
-    sync();
-  }
 };
 
-__device__ inline uint64_t warp_sum(uint64_t value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
-  return value;
+#endif
+
+// The block's variables in shared memory. One type a kernel.
+template <typename V>
+__device__ inline V& block_shared() {
+  __shared__ V shared;
+  return shared;
 }
 
-__device__ inline uint64_t warp_max(uint64_t value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    uint64_t const other = __shfl_xor_sync(kAllLanes, value, offset);
-    value = value > other ? value : other;
-  }
-  return value;
-}
-
-// Sum of the values of the threads before this one. The whole block calls it; warp_sums serves again after the next barrier.
-template <int kWarps>
-__device__ inline uint64_t sum_before(uint64_t value, uint64_t (&warp_sums)[kWarps]) {
-  int const lane = threadIdx.x % 32;
-  int const warp = threadIdx.x / 32;
-  uint64_t through = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    uint64_t const other = __shfl_up_sync(kAllLanes, through, offset);
-    if (lane >= offset) through += other;
-  }
-  if (lane == 31) warp_sums[warp] = through;
-  __syncthreads();
-  uint64_t before = through - value;
-  for (int other = 0; other < warp; ++other) before += warp_sums[other];
-  return before;
+// The block's shared memory beyond that, as much as the launch asked for.
+__device__ inline uint32_t* block_cache() {
+  extern __shared__ uint4 words[];
+  return reinterpret_cast<uint32_t*>(words);
 }
 
 }  // namespace punica

@@ -68,14 +68,15 @@ template <typename Part>
 __device__ inline int tie_end(Part const& part, Cluster const& cluster, Cut const& cut, SampleShared& shared) {
   auto const is_tied = [&](int i) -> uint64_t { return part.key(i) == cut.key; };
   uint64_t const own = sum_chunks(is_tied, part.width, shared);
-  cluster.share(shared.tie_counts, own);
+  share(cluster, shared.tie_counts, own);
   uint64_t target = cut.tied_kept - 1;
   for (int block = 0; block < cluster.rank; ++block) target -= shared.tie_counts[block];  // wraps around if it lies before
   if (target < own) {
     int const end = part.first_id + find_token(is_tied, target, part.width, shared) + 1;
-    if (threadIdx.x < cluster.size) *cluster.in_block(&shared.tie_end, threadIdx.x) = end;
+    int const block = threadIdx.x;
+    if (block < cluster.size) *cluster.in_block(&shared.tie_end, block) = end;
   }
-  cluster.sync();
+  sync(cluster);
   return shared.tie_end;
 }
 
@@ -84,7 +85,7 @@ template <typename Part>
 __device__ inline Cut cut_row(Part const& part, Cluster const& cluster, SampleRow const& row, bool has_top_k,
                               SampleShared& shared) {
   Histograms& histograms = shared.cut.histograms;
-  cluster.sync();  // histograms.lead is complete
+  sync(cluster);  // histograms.lead is complete
   Cut cut;
   if (has_top_k) {
     cut = find_cut(part, cluster, histograms.descent[0], true, row.top_k, shared.cut);
@@ -132,7 +133,7 @@ __device__ inline void draw_token(RowPart<T, kCached> const& part, Cluster const
     return weight < static_cast<uint64_t>(row.least) ? 0 : weight;
   };
   uint64_t const own = sum_chunks(weight, part.width, shared);
-  cluster.share(shared.totals, own);
+  share(cluster, shared.totals, own);
   uint64_t total = 0;
   uint64_t before = 0;
   for (int block = 0; block < cluster.size; ++block) {
@@ -151,11 +152,10 @@ __device__ inline void draw_token(RowPart<T, kCached> const& part, Cluster const
 
 template <typename T, bool kCached>
 __global__ void __launch_bounds__(kSampleThreads, 2) sample_kernel(const __grid_constant__ SampleParams params) {
-  extern __shared__ uint4 cache_words[];
-  __shared__ SampleShared shared;
+  auto& shared = block_shared<SampleShared>();
   Cluster const cluster;
   cluster.arrive();
-  auto* const cache = reinterpret_cast<uint32_t*>(cache_words);
+  uint32_t* const cache = block_cache();
   int const index = blockIdx.x / cluster.size;
   int const width = block_width(params.vocab_size, cluster.size);
   int const first_id = cluster.rank * width;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kSampleThreads, 2) sample_kernel(const __grid_
 
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads) greedy_kernel(const __grid_constant__ SampleParams params) {
-  __shared__ LargestShared shared;
+  auto& shared = block_shared<LargestShared>();
   Cluster const cluster;
   cluster.arrive();
   int const index = blockIdx.x / cluster.size;

@@ -148,7 +148,7 @@ __device__ inline Cut find_cut(Part const& part, Cluster const& cluster, Descent
     uint32_t const parts[2] = {1, key & kLowMask};
     add_to_bin(descent.middle, key >> 2 * kLowBits == prefix ? static_cast<int>(key >> kLowBits & kLowMask) : -1, parts);
   });
-  cluster.sync();
+  sync(cluster);
   auto const in_middle = [&](int index) -> Tally {
     uint64_t const count = cluster_sum(cluster, descent.middle[0], index);
     uint64_t const rest = cluster_sum(cluster, descent.middle[1], index);
@@ -162,7 +162,7 @@ __device__ inline Cut find_cut(Part const& part, Cluster const& cluster, Descent
     uint32_t const parts[1] = {1};
     add_to_bin(descent.last, key >> kLowBits == prefix ? static_cast<int>(key & kLowMask) : -1, parts);
   });
-  cluster.sync();
+  sync(cluster);
   auto const in_last = [&](int index) -> Tally {
     uint64_t const count = cluster_sum(cluster, descent.last[0], index);
     return {count, weights_of(prefix << kLowBits | index, count, 0)};

@@ -7,13 +7,12 @@
 
 #include <cfloat>
 
-#include "punica/cluster.cuh"
+#include "punica/block_sums.cuh"
 #include "punica/sample_params.h"
 #include "punica/tile.cuh"
 
 namespace punica {
 
-constexpr int kSampleThreads = 512;
 constexpr int kSampleWarps = kSampleThreads / 32;
 constexpr float kWeightUnit = 0x1p40f;
 constexpr int kMantissaBits = 23;
@@ -121,7 +120,7 @@ __device__ inline Largest row_largest(Largest const& mine, Cluster const& cluste
   LargestPart part{0, __syncthreads_and(mine.finite)};
   if (threadIdx.x < 32) part.packed = warp_max(threadIdx.x < kSampleWarps ? shared.warps[threadIdx.x] : 0);
   cluster.wait();
-  cluster.share(shared.parts, part);
+  share(cluster, shared.parts, part);
   uint64_t packed = 0;
   bool finite = true;
   for (int block = 0; block < cluster.size; ++block) {
