@@ -11,7 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from app.batcher import Batcher, SequenceRequest
+from app.batcher import Batcher
+from app.flight import SequenceRequest
 from app.metrics import ModelMetrics
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.errors import AdapterLoadTimeout, InvalidRequest

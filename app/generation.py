@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from app.batcher import SequenceRequest
 from app.chat_template import ChatTemplate
+from app.flight import SequenceRequest
 from app.messages import Message
 from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.tokenizer import LONG_TEXT, Tokenizer

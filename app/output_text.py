@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from app.batcher import SequenceStream
 from app.detokenizer import Detokenizer, StopStrings
+from app.flight import SequenceStream
 from app.logprobs import clamp
 from punica_core.errors import InternalError
 from punica_core.protocol import FinishReason, TokenLogprobs

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api_errors import error_body, error_response
-from app.batcher import ClientGone, Flight, SequenceStream
+from app.flight import ClientGone, Flight, SequenceStream
 from app.formats import DONE, Format, Head
 from app.generation import Job
 from app.output_text import OutputText, Piece

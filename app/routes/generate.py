@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from app.access import caller
 from app.api_errors import error_response
-from app.batcher import Flight, SequenceStream
 from app.body import read_body
+from app.flight import Flight, SequenceStream
 from app.formats import ChatFormat, CompletionFormat, Format
 from app.generation import Job, chat_job, completion_job
 from app.metrics import ModelMetrics

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.batcher import Batcher, ClientGone, SequenceRequest
+from app.batcher import Batcher
+from app.flight import ClientGone, SequenceRequest
 from app.metrics import ModelMetrics
 from punica_core.errors import Draining, EngineRestarting, InvalidRequest, PunicaError, QueueFull, WorkerLost
 from punica_core.protocol import AdapterRef, FileSignature, FinishReason, NewSequence, SamplingParams, SequenceOutput
