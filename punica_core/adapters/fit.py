@@ -298,9 +298,12 @@ def _check_vocabulary(entry: TensorEntry, expected: tuple[int, ...]) -> None:
 def _check_exclusive(fit: AdapterFit) -> None:
     """No module is adapted in two ways that exclude each other (PEFT cannot build such an adapter either)."""
     adapted = set(fit.linears) | ({fit.shapes.embedding} if fit.embedding else set())
+    head = fit.shapes.head
+    if head in fit.token_rows and any(share.module.magnitude for share in fit.linears.get(str(head), ())):
+        raise AdapterUnsupported(f"DoRA on {head!r}, some rows of which were trained, is not served; use LoRA there.")
     for one, other, what in (
         (adapted, fit.saved, "LoRA and a fully trained weight"),
-        (adapted, fit.token_rows, "LoRA and single trained rows"),
+        (adapted - {head}, fit.token_rows, "LoRA and single trained rows"),
         (set(fit.saved), fit.token_rows, "a fully trained weight and single trained rows"),
     ):
         both = sorted(str(path) for path in one if path in other)

@@ -68,9 +68,12 @@ def test_a_peft_folder_is_read_in_the_dtype_asked_for(folders: list[Path]) -> No
 
 
 def test_a_folder_whose_mathematics_is_not_plain_lora_is_refused(tmp_path: Path) -> None:
-    folder = save_peft_adapter(tmp_path / "x")
-    edit_config(folder, use_dora=True)
-    with pytest.raises(AdapterUnsupported, match="use_dora"):
+    folder = save_peft_adapter(tmp_path / "x", use_dora=True, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(AdapterUnsupported, match="it has DoRA and LoRA on an embedding"):
+        LoRAWeight.from_peft(folder)
+    folder = save_peft_adapter(tmp_path / "y")
+    edit_config(folder, use_qalora=True)
+    with pytest.raises(AdapterUnsupported, match="use_qalora"):
         LoRAWeight.from_peft(folder)
 
 

@@ -46,11 +46,13 @@ def random_prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
 class DrivenRunner:
     """The runner of a base model (changed in place) and of adapters by slot."""
 
-    def __init__(self, base: PreTrainedModel, adapters: Mapping[int, AdapterWeights] | None = None) -> None:
+    def __init__(
+        self, base: PreTrainedModel, adapters: Mapping[int, AdapterWeights] | None = None, max_sequences: int = 16
+    ) -> None:
         self.loaded: LoadedModel = prepare(base, Path("."), base.config.max_position_embeddings)
         self.adapters = dict(adapters or {})
         self.sampler = RecordingSampler()
-        self.kv_cache = allocate_kv_cache(self.loaded, 16 * BLOCKS_EACH)
+        self.kv_cache = allocate_kv_cache(self.loaded, max_sequences * BLOCKS_EACH)
         # Whatever lay in the memory before must not matter.
         self.kv_cache.fill_(float("nan"))
         self.runner = ModelRunner(self.loaded, self.kv_cache, lambda slot: self.adapters[slot], self.sampler)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from punica_core.adapters.files import CONFIG_NAME, WEIGHTS_NAME, signature_of
 from punica_core.protocol import AdapterRef
@@ -70,7 +70,7 @@ def peft_warnings_ignored() -> Iterator[None]:
 
 def save_peft_adapter(
     folder: Path,
-    base: LlamaForCausalLM | None = None,
+    base: PreTrainedModel | None = None,
     *,
     seed: int = 1,
     std: float = 0.15,
@@ -79,8 +79,9 @@ def save_peft_adapter(
 ) -> Path:
     """Save a LoRA adapter as PEFT does and return its folder. Without `base`: for F0.
 
-    All of its matrices are drawn from N(0, std²) by `seed`, B included, so that it changes the output. Defaults of
-    the config: r=8, lora_alpha=16, all seven linears.
+    All of its LoRA matrices are drawn from N(0, std²) by `seed`, B included, so that it changes the output; whatever
+    else it trains (magnitudes, biases, saved modules, token rows) is moved off the base's values. Defaults of the
+    config: r=8, lora_alpha=16, all seven linears.
     """
     options = {"r": 8, "lora_alpha": 16, "target_modules": list(ALL_LINEARS), "task_type": "CAUSAL_LM"} | config
     with peft_warnings_ignored():
@@ -88,8 +89,15 @@ def save_peft_adapter(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            if not parameter.requires_grad:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.2 * noise)
+            elif "lora_" in name:
+                parameter.copy_(noise * std)
+            else:
+                parameter.add_(noise * std)
     with peft_warnings_ignored():
         model.save_pretrained(folder)
     if dtype != torch.float32:
@@ -97,7 +105,7 @@ def save_peft_adapter(
     return folder
 
 
-def peft_logits(folder: Path, prompt_ids: list[int], base: LlamaForCausalLM | None = None) -> torch.Tensor:
+def peft_logits(folder: Path, prompt_ids: list[int], base: PreTrainedModel | None = None) -> torch.Tensor:
     """[T, V] logits of PEFT itself with the adapter in `folder` on `base` (which it changes; default: a fresh F0)."""
     with peft_warnings_ignored(), torch.no_grad():
         model = PeftModel.from_pretrained(base if base is not None else tiny_llama(), folder).eval()

@@ -1,0 +1,107 @@
+"""Adapters in every format that is served, on every kind of base, run together and held against PEFT's own results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
+
+from punica_core.lora.weights import AdapterWeights, load_adapter
+from punica_core.model.loader import LoadedModel
+from tests.support.driven_runner import DrivenRunner
+from tests.support.peft_adapters import adapter_ref, save_peft_adapter, tiny_llama
+from tests.support.peft_batch import adapted_model
+from tests.support.tiny_models import TINY_MODELS, TINY_SIZES, spread
+
+NEW_TOKENS = 3
+PROMPT = (4, 60, 5, 9, 17, 3, 9, 7)
+"""Has the tokens whose rows some adapters train (3, 5, 9)."""
+
+
+def tiny_phi3() -> PreTrainedModel:
+    """A random Phi-3: q, k and v are one linear of the base, gate and up another."""
+    torch.manual_seed(7)
+    model: PreTrainedModel = Phi3ForCausalLM(Phi3Config(**TINY_SIZES)).eval()
+    spread(model)
+    return model
+
+
+BASES: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
+    {
+        "llama": tiny_llama,
+        "llama, tied": lambda: tiny_llama(tied=True),
+        "qwen2, tied": TINY_MODELS["qwen2"],
+        "gemma2, tied": TINY_MODELS["gemma2"],
+        "phi3": tiny_phi3,
+    }
+)
+"""Fresh bases by name: untied; tied; with biases; with scaled embeddings; with fused linears."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An adapter that PEFT saves with `config`, tensors of `dtype`.
+
+    prepare: changes what was saved; PEFT and we both read the result. edit: then changes how it is written for us.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    edit: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], None] = lambda folder: None
+
+
+def load_for(loaded: LoadedModel, folder: Path) -> AdapterWeights:
+    """The adapter in `folder`, for a model that serves."""
+    return load_adapter(adapter_ref(folder), loaded.module_shapes, loaded.dtype, 256, loaded.base_weights)
+
+
+def errors_against_peft(base: Callable[[], PreTrainedModel], cases: Sequence[Case], root: Path) -> dict[str, float]:
+    """max |Δlogprob| of each case, all of them and the base in one batch, prompts and decode steps alike.
+
+    Asserts that greedy tokens are PEFT's, that every adapter changes the output, and that the base's rows are bitwise
+    those of a batch of equal shape without adapters.
+    """
+    driven = DrivenRunner(base(), max_sequences=len(cases) + 1)
+    references = []
+    for slot, case in enumerate(cases):
+        folder = save_peft_adapter(root / f"adapter{slot}", base(), seed=slot + 1, dtype=case.dtype, **case.config)
+        case.prepare(folder)
+        references.append(peft_of(folder, base))
+        case.edit(folder)
+        driven.adapters[slot] = load_for(driven.loaded, folder)
+    sequences = [driven.sequence(PROMPT, slot) for slot in range(len(cases))]
+    plain = driven.sequence(PROMPT)
+    driven.generate([*sequences, plain], NEW_TOKENS)
+    unadapted = DrivenRunner(base(), max_sequences=len(cases) + 1)
+    alike = [unadapted.sequence(PROMPT) for _ in range(len(cases) + 1)]
+    unadapted.generate(alike, NEW_TOKENS)
+    # The base's rows come first in a step, as those of slot -1.
+    assert torch.equal(unadapted.logits_of(alike[0]), driven.logits_of(plain)), "the base's rows changed"
+    errors = {}
+    for case, sequence, reference in zip(cases, sequences, references, strict=True):
+        got = driven.logits_of(sequence).log_softmax(-1)
+        wanted = reference(sequence.token_ids[:-1])[sequence.num_prompt - 1 :].log_softmax(-1)
+        assert torch.equal(got.argmax(-1), wanted.argmax(-1)), case.name
+        effect = float((wanted[0] - driven.logits_of(plain)[0].log_softmax(-1)).abs().max())
+        assert effect > 0.05, f"{case.name}: the adapter does nothing, so this proves nothing"
+        errors[case.name] = float((got - wanted).abs().max())
+    return errors
+
+
+def peft_of(folder: Path, base: Callable[[], PreTrainedModel]) -> Callable[[list[int]], torch.Tensor]:
+    """PEFT with the adapter as it is in `folder` now: token ids → [T, V] logits."""
+    model = adapted_model(folder, base)
+
+    def logits(token_ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+        return found
+
+    return logits
