@@ -253,3 +253,12 @@ async def test_an_adapter_is_unused_when_its_last_sequence_has_given_its_seat_ba
     batcher.on_outputs([SequenceOutput(2, [5], FinishReason.LENGTH)])
     await asyncio.wait_for(waits[1], 5)
     await asyncio.wait_for(batcher.wait_unused("/nobody"), 5)
+
+
+async def test_tokens_that_come_with_the_end_are_counted() -> None:
+    batcher, ends = batcher_of(Engine()), []
+    batcher.open([REQUEST], ModelMetrics(), on_end=ends.append)
+    await turn()
+    batcher.on_outputs([SequenceOutput(1, [5])])
+    batcher.on_outputs([SequenceOutput(1, [6, 7], FinishReason.LENGTH)])
+    assert ends == [3]
