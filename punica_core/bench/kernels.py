@@ -28,7 +28,7 @@ from punica_core.bench.lora_cases import (
     floor_us,
     time_graph_us,
 )
-from punica_core.bench.model_case import ModelCase, graph_ms
+from punica_core.bench.model_case import ModelCase, capture, replay_ms
 from punica_core.bench.popularity import POPULARITIES
 from punica_core.ops import cuda
 
@@ -112,12 +112,12 @@ def measure_model() -> list[dict[str, Any]]:
     for popularity, batch in (("identical", 1), ("identical", 64), ("distinct", 8), ("distinct", 64)):
         step = Step.of(popularity, batch, [16])
         case = ModelCase(step)
-        base, chained = graph_ms(case.base), graph_ms(case.chained)
-        early, forked = graph_ms(case.early), graph_ms(case.forked)
+        runs = (case.base, case.chained, case.early, case.forked, case.beside)
+        base, chained, early, forked, beside = replay_ms([capture(run) for run in runs])
         floor = case.num_layers * sum(adapter_bytes(group, step.ranks) for group in LLAMA_8B) / FLOOR_BYTES_PER_US
         row: dict[str, Any] = {"popularity": popularity, "batch": batch, "base_ms": round(base, 3)}
         row |= {"chained_ms": round(chained - base, 3), "early_ms": round(early - base, 3)}
-        row["forked_ms"] = round(forked - base, 3)
+        row |= {"forked_ms": round(forked - base, 3), "beside_ms": round(beside - base, 3)}
         row["floor_ms"] = round(floor / 1000, 3)
         rows.append(row)
         _line(row)
@@ -132,7 +132,7 @@ def measure_prefill() -> list[dict[str, Any]]:
             for rank in (16, 64):
                 step = Step((num_rows // segments,) * segments, (rank,) * segments)
                 case = ModelCase(step, num_layers=2)
-                base, chained = graph_ms(case.base), graph_ms(case.chained)
+                base, chained = replay_ms([capture(case.base), capture(case.chained)])
                 row: dict[str, Any] = {"rows": num_rows, "segments": segments, "rank": rank}
                 row |= {"base_ms": round(base / 2, 3), "added_percent": round(100 * (chained - base) / base, 1)}
                 rows.append(row)

@@ -142,16 +142,20 @@ class GroupCase:
 
     def __call__(self, index: int) -> None:
         """One shrink and expand with the index-th set of adapters."""
-        ops.lora_apply(
-            self.y,
-            self.x,
-            self.v,
-            self.adapters.arena,
-            self.adapters.tables[index % self.num_sets],
-            self.plan.plan,
-            self.group.out_features,
-            self.max_rank,
-        )
+        self.shrink(index)
+        self.expand(index)
+
+    def shrink(self, index: int) -> None:
+        """The first half of a call."""
+        table, plan = self.adapters.tables[index % self.num_sets], self.plan.plan
+        ops.lora_shrink(self.v, self.x, self.adapters.arena, table, plan, self.max_rank)
+
+    def expand(self, index: int) -> None:
+        """The second half of a call, of whatever the scratch holds."""
+        table, plan = self.adapters.tables[index % self.num_sets], self.plan.plan
+        group = self.group
+        arena, widths = self.adapters.arena, group.out_features
+        ops.lora_expand(self.y, self.v, arena, table, plan, widths, group.in_features, self.max_rank)
 
 
 def time_graph_us(call: Callable[[int], None], calls: int, *, replays: int = 11) -> float:

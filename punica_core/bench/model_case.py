@@ -25,7 +25,8 @@ from punica_core.ops.layout import row_pitch
 class ModelCase:
     """Base products and LoRA of every fused group of ``num_layers`` layers, each with weights of its own.
 
-    ``forked`` runs shrink on a second stream beside the base product; otherwise everything is one chain.
+    ``forked`` runs shrink on a second stream beside the base product, ``beside`` in one chain through a programmatic
+    edge of the graph; otherwise one kernel runs after another.
     """
 
     def __init__(
@@ -96,13 +97,21 @@ class ModelCase:
                 main.wait_stream(self.side)
                 self._expand(layer, index)
 
+    def beside(self) -> None:
+        """Shrink beside the base product in one chain, then expand."""
+        for layer in range(self.num_layers):
+            for index in range(len(self.groups)):
+                self._shrink(layer, index, beside=True)
+                self._product(layer, index)
+                self._expand(layer, index)
+
     def _product(self, layer: int, index: int) -> None:
         torch.mm(self.x[index], self.weights[layer][index].t(), out=self.y[index])
 
-    def _shrink(self, layer: int, index: int) -> None:
+    def _shrink(self, layer: int, index: int, *, beside: bool = False) -> None:
         adapters = self.adapters[index]
         table, plan = adapters.tables[layer], self.plan.plan
-        ops.lora_shrink(self.v[index], self.x[index], adapters.arena, table, plan, self.max_rank)
+        ops.lora_shrink(self.v[index], self.x[index], adapters.arena, table, plan, self.max_rank, beside=beside)
 
     def _expand(self, layer: int, index: int) -> None:
         adapters, group = self.adapters[index], self.groups[index]
@@ -111,8 +120,8 @@ class ModelCase:
         ops.lora_expand(y, v, adapters.arena, table, plan, group.out_features, group.in_features, self.max_rank)
 
 
-def graph_ms(run: Callable[[], None], *, replays: int = 9) -> float:
-    """Median milliseconds of a CUDA graph of ``run``."""
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``run``, replayed once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -121,12 +130,19 @@ def graph_ms(run: Callable[[], None], *, replays: int = 9) -> float:
     with torch.cuda.graph(graph, stream=stream):
         run()
     graph.replay()
-    times: list[float] = []
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_ms(graphs: Sequence[torch.cuda.CUDAGraph], *, replays: int = 9) -> list[float]:
+    """Median milliseconds of each graph. They take turns, so that a change of clocks meets all of them."""
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(statistics.median(times))
+        for graph, own in zip(graphs, times, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(begin.elapsed_time(end))
+    return [float(statistics.median(own)) for own in times]

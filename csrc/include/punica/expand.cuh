@@ -95,10 +95,11 @@ template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config) {
 #if PUNICA_EXPAND_STREAM
   return launch_expand_stream<T>(params, config);
-#endif
+#else
   if (params.scratch.num_rows > kMaxDecodeRows) return launch_expand_kernel<T, true, 3>(params, config);
   if (params.scratch.num_rows > kMaxFewRows) return launch_expand_kernel<T, false, 3>(params, config);
   return launch_expand_kernel<T, false, 2>(params, config);
+#endif
 }
 
 }  // namespace punica
