@@ -49,8 +49,8 @@ def parse(
     try:
         with _collector_paused():
             fields = _top_level(kind, tuple(refused), body)
-            for name, harmless in refused.items():
-                if name in fields and not _asks_for_nothing(bytes(fields[name]), harmless):
+            for name in fields.keys() & refused.keys():
+                if not _asks_for_nothing(bytes(fields[name]), refused[name]):
                     raise InvalidRequest(f"{name} is not supported.", param=name)
             request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -59,9 +59,8 @@ def parse(
         raise InvalidRequest(f"The request body is not valid JSON: {_reason(error, body)}.") from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
-    known = {*kind.__struct_encode_fields__, *refused, *ignored}
-    if unknown := [name[:64] for name in fields if name not in known]:
-        on_unknown(unknown)
+    if unknown := fields.keys() - _names(kind) - refused.keys() - ignored:
+        on_unknown([name[:64] for name in fields if name in unknown])
     return request
 
 
@@ -93,8 +92,13 @@ def _top_level(kind: type[msgspec.Struct], further: tuple[str, ...], body: bytes
 
 
 @functools.cache
+def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_encode_fields__)
+
+
+@functools.cache
 def _raw_fields(kind: type[msgspec.Struct], further: tuple[str, ...]) -> type[msgspec.Struct]:
-    names = {*kind.__struct_encode_fields__, *further}
+    names = {*_names(kind), *further}
     return msgspec.defstruct("Fields", [(name, Raw, Raw(b"")) for name in sorted(names)])
 
 
