@@ -49,10 +49,7 @@ class DeviceSampler(Protocol):
 
 
 class DeviceRunner:
-    """Implements `engine.Runner`. graphs: captured decode steps, None while every step is computed eagerly.
-
-    last_tokens: int64 [max_seqs], shared with `forward`: what the step launched last has sampled.
-    """
+    """Implements `engine.Runner`. graphs: captured decode steps, None while every step is computed eagerly."""
 
     runs_ahead = True
 
@@ -63,14 +60,12 @@ class DeviceRunner:
         lora: TableLoRA | None,
         forward: ModelForward,
         sampler: DeviceSampler,
-        last_tokens: Tensor,
     ) -> None:
         self._packer = packer
         self._attention = attention
         self._lora = lora
         self._forward = forward
         self._sampler = sampler
-        self._last_tokens = last_tokens
         self._sampled_at: dict[int, int] = {}
         self.graphs: DecodeGraphs | None = None
 
@@ -142,7 +137,7 @@ class DeviceRunner:
             index = torch.from_numpy(np.array(wanted, np.int64))
             chosen = logits.index_select(0, index.to(logits.device, non_blocking=True))
         samples = self._sampler.launch(chosen, [part.row for part in sampling])
-        self._last_tokens[: len(wanted)].copy_(samples.token_ids)
+        self._packer.last_tokens[: len(wanted)].copy_(samples.token_ids)
         return samples
 
 

@@ -1,29 +1,27 @@
-"""The base model's forward pass over a packed step, compiled: norms, rotary embedding and activation fused.
+"""The base model's forward pass over a packed step.
 
-One function of fixed signature serves prompts and decode steps, with and without adapters. Attention and LoRA are
-opaque ops in it. Compiled code depends on neither the number of rows nor on the step's mix.
+Compiled, layer by layer: norms, rotary embedding and activation become few kernels. One piece of code serves all layers
+of a kind, prompts and decode steps; attention and LoRA are opaque ops in it. So compiling takes seconds, and what was
+compiled is kept on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from punica_core.engine.step_batch import StepBatch
 from punica_core.lora.table_step import TableLoRA
-from punica_core.model.attention_op import OpAttention
+from punica_core.model.attention_op import OpAttention, index_layers
 from punica_core.model.loader import LoadedModel
-
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from punica_core.model.shapes import decoder_layers_path
 
 
 class ModelForward:
-    """Calls the model on a step. compiled: through torch.compile, else as transformers wrote it.
+    """Calls the model on a step. compiled: its layers through torch.compile, else as transformers wrote them.
 
-    last_tokens: int64 [max_seqs], what the step before has sampled.
+    Changes the model: another ModelForward of it must not be `compiled` differently.
     """
 
     def __init__(
@@ -31,41 +29,49 @@ class ModelForward:
         loaded: LoadedModel,
         attention: OpAttention,
         lora: TableLoRA | None,
-        last_tokens: Tensor,
         *,
         compiled: bool,
     ) -> None:
         self._loaded = loaded
+        self._attention = attention
         self._lora = lora
-        self._last_tokens = last_tokens
-        forward = _forward_of(loaded.model, attention)
-        self._forward: Forward = torch.compile(forward, fullgraph=True, dynamic=True) if compiled else forward
+        index_layers(loaded.model)
+        if compiled:
+            compile_layers(loaded.model)
 
     def __call__(self, batch: StepBatch, *, with_lora: bool) -> Tensor:
         """Logits [n, V] of the batch's `logit_rows`, in the model's dtype. The attention and LoRA of it were begun."""
         assert self._lora is not None or not with_lora, (
             "the step has adapters and there is nothing to compute them with"
         )
-        self._loaded.lora.step = self._lora if with_lora else None
+        loaded = self._loaded
+        loaded.lora.table_step = self._lora if with_lora else None
         try:
-            return self._forward(batch.token_ids, batch.sources, self._last_tokens, batch.positions, batch.logit_rows)
+            output = loaded.model(
+                input_ids=batch.words.index_select(0, batch.sources)[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                paged=self._attention,
+            )
         finally:
-            self._loaded.lora.step = None
-
-
-def _forward_of(model: Any, attention: OpAttention) -> Forward:
-    def forward(
-        token_ids: Tensor, sources: Tensor, last_tokens: Tensor, positions: Tensor, logit_rows: Tensor
-    ) -> Tensor:
-        tokens = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], token_ids)
-        output = model(
-            input_ids=tokens[None],
-            position_ids=positions[None].long(),
-            use_cache=False,
-            logits_to_keep=logit_rows.long(),
-            paged=attention,
-        )
+            loaded.lora.table_step = None
         logits: Tensor = output.logits[0]
         return logits
 
-    return forward
+
+def compile_layers(model: Any) -> None:
+    """Compile the decoder layers, and what of the model lies outside of them in many small calls."""
+    path = decoder_layers_path(model)
+    assert path is not None, "a loaded model has layers"
+    body = model.get_submodule(path.rpartition(".")[0])
+    for layer in model.get_submodule(path):
+        layer.compile(fullgraph=True, dynamic=True)
+    for child in body.children():
+        if not isinstance(child, nn.ModuleList) and not any(True for _ in child.children()) and _is_small(child):
+            child.compile(dynamic=True)
+
+
+def _is_small(module: nn.Module) -> bool:
+    """Norms and rotary embeddings: nothing but vectors."""
+    return all(parameter.dim() < 2 for parameter in module.parameters())

@@ -52,14 +52,14 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step on the device. token_ids, sources, positions: int32 [T]; logit_rows: int32 [n].
+    """A step on the device. sources, positions: int32 [T]; logit_rows: int32 [n].
 
-    A row's token is the one at `sources` among those sampled last, or with -1 that of token_ids. row_slots: int32 [T]
-    on the host. logits: whose the logits are, in order.
+    A row's token is words[source]: one that the host knows, or one that was sampled last. row_slots: int32 [T] on the
+    host. logits: whose the logits are, in order.
     """
 
     sizes: BatchSizes
-    token_ids: Tensor
+    words: Tensor
     sources: Tensor
     positions: Tensor
     logit_rows: Tensor
@@ -122,7 +122,10 @@ class StepPacker:
         self._block_size = block_size
         self._padding_block = padding_block
         words = _total(BatchSizes(max_rows, max_seqs, max_rows).tables()) + max_blocks
-        self._device_words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._words = torch.zeros(max_seqs + words, dtype=torch.int32, device=device)
+        self.last_tokens = self._words[:max_seqs]
+        """int32 [max_seqs]: what the step launched last has sampled; its owner writes it."""
+        self._step_words = self._words[max_seqs:]
         self._pinned = PinnedRing(4 * words, device)
         self._blocks = BlockTables(max_seqs)
 
@@ -143,7 +146,7 @@ class StepPacker:
         else:
             logits = self._fill_decode(host, rows, sources, padded_to)
         used = host.kv_indices_start + self._fill_blocks(host, rows, sizes.num_seqs)
-        self._device_words[:used].copy_(staging[:used], non_blocking=True)
+        self._step_words[:used].copy_(staging[:used], non_blocking=True)
         self._pinned.sent()
         return self._batch(host, rows, sizes, used, logits, in_graph)
 
@@ -152,7 +155,8 @@ class StepPacker:
         sizes = BatchSizes(num_rows, 1, MIN_ROWS)
         staging = self._pinned.take().view(torch.int32)
         host = _Views(staging.numpy(), sizes)
-        for name, value in (("token_ids", 0), ("sources", -1), ("positions", 0), ("kv_slots", -1), ("logit_rows", 0)):
+        self._point_at_own(host, num_rows)
+        for name, value in (("token_ids", 0), ("positions", 0), ("kv_slots", -1), ("logit_rows", 0)):
             host[name][:] = value
         host["last_block_len"][:] = (num_rows - 1) % self._block_size + 1
         host["qo_indptr"][:] = (0, num_rows)
@@ -160,7 +164,7 @@ class StepPacker:
         host["kv_indptr"][:] = (0, blocks)
         host.kv_indices(blocks)[:] = self._padding_block
         used = host.kv_indices_start + blocks
-        self._device_words[:used].copy_(staging[:used], non_blocking=True)
+        self._step_words[:used].copy_(staging[:used], non_blocking=True)
         self._pinned.sent()
         return self._batch(host, (), sizes, used, (), False)
 
@@ -173,7 +177,7 @@ class StepPacker:
         logits: tuple[LogitsRange, ...],
         in_graph: bool,
     ) -> StepBatch:
-        words = self._device_words
+        words = self._step_words
 
         def view(name: str) -> Tensor:
             start, length = host.places[name]
@@ -186,7 +190,7 @@ class StepPacker:
         firsts = np.cumsum([0, *counts]).tolist()
         return StepBatch(
             sizes=sizes,
-            token_ids=view("token_ids"),
+            words=self._words,
             sources=view("sources"),
             positions=view("positions"),
             logit_rows=view("logit_rows"),
@@ -209,18 +213,26 @@ class StepPacker:
             logits=logits,
         )
 
+    def _point_at_own(self, host: _Views, num_rows: int) -> None:
+        """Have every row take its token from the host."""
+        start = len(self.last_tokens) + host.places["token_ids"][0]
+        host["sources"][:] = np.arange(start, start + num_rows, dtype=np.int32)
+
     def _fill_decode(
         self, host: _Views, rows: Sequence[RowPlan], sources: dict[int, int], padded_to: int
     ) -> tuple[LogitsRange, ...]:
         count, size = len(rows), self._block_size
         positions = np.array([row.start for row in rows], np.int32)
         host["token_ids"][:count] = [0 if row.pending else row.sequence.token_ids[row.start] for row in rows]
-        host["sources"][:count] = [sources[row.sequence.request_id] if row.pending else -1 for row in rows]
+        self._point_at_own(host, padded_to)
+        for index, row in enumerate(rows):
+            if row.pending:
+                host["sources"][index] = sources[row.sequence.request_id]
         host["positions"][:count] = positions
         last = np.array([row.block_table[row.start // size] for row in rows], np.int32)
         host["kv_slots"][:count] = last * size + positions % size
         host["last_block_len"][:count] = positions % size + 1
-        for name, padding in (("token_ids", 0), ("sources", -1), ("positions", 0), ("kv_slots", -1)):
+        for name, padding in (("token_ids", 0), ("positions", 0), ("kv_slots", -1)):
             host[name][count:] = padding
         host["last_block_len"][count:] = 1
         host["logit_rows"][:] = np.arange(padded_to, dtype=np.int32)
@@ -231,11 +243,13 @@ class StepPacker:
         size = self._block_size
         logits: list[LogitsRange] = []
         first = num_logits = 0
+        self._point_at_own(host, host.places["sources"][1])
         host["qo_indptr"][0] = 0
         for index, row in enumerate(rows):
             end, to = row.start + row.count, first + row.count
             host["token_ids"][first:to] = 0 if row.pending else row.sequence.token_ids[row.start : end]
-            host["sources"][first:to] = sources[row.sequence.request_id] if row.pending else -1
+            if row.pending:
+                host["sources"][first] = sources[row.sequence.request_id]
             positions = np.arange(row.start, end, dtype=np.int32)
             host["positions"][first:to] = positions
             host["kv_slots"][first:to] = self._blocks.of(row)[positions // size] * size + positions % size

@@ -38,6 +38,13 @@ class StepLoRA(Protocol):
         """y[rows] += scale · (x[rows] · Aᵀ) · Bᵀ for each segment and slice. x: [T, I]; y: [T, ΣO], in place."""
 
 
+class TableStep(Protocol):
+    """What the adapters of one step add, read from tables on the device; may be compiled and captured."""
+
+    def apply(self, table: Tensor, out_features: Sequence[int], x: Tensor, y: Tensor) -> None:
+        """As `StepLoRA.add`. table: the group's, int64 [slices, N, RECORD_WORDS]; out_features: of its slices."""
+
+
 class StepEmbedding(Protocol):
     """What the adapters of one step make of the token embeddings."""
 
@@ -55,12 +62,16 @@ class EmbeddingContext:
 
 
 class LoRAContext:
-    """Holds the running step's LoRA for all layers of one model; `step` is None if no row has an adapter."""
+    """Holds the running step's LoRA for all layers of one model: `step` or `table_step`, None if no row has an adapter.
 
-    __slots__ = ("step",)
+    A `TableStep` serves layers whose `table` is set.
+    """
+
+    __slots__ = ("step", "table_step")
 
     def __init__(self) -> None:
         self.step: StepLoRA | None = None
+        self.table_step: TableStep | None = None
 
 
 class LoRAEmbedding(nn.Module):  # type: ignore[misc]
@@ -95,13 +106,16 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
     """One or more base linears of equal input, as one matrix, plus the step's adapters.
 
     weight: [ΣO, I]; bias: [ΣO] or None; of a single linear its own parameters. Without adapters the output is the base
-    linears'. context: where the running step's adapters are found; may be replaced.
+    linears'. context: where the running step's adapters are found; may be replaced. table: the group's records on the
+    device, where adapters are served from tables.
     """
 
     def __init__(self, group: LinearGroup, linears: Sequence[nn.Linear], context: LoRAContext) -> None:
         super().__init__()
         self.group = group
         self.context = context
+        self.table: Tensor | None = None
+        self._out_features = list(group.out_features)
         weights = [part.weight for part in linears]
         biases = [part.bias for part in linears if part.bias is not None]
         if biases and len(biases) < len(linears):
@@ -138,6 +152,10 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         step = self.context.step
         if step is not None:
             step.add(self.group, rows, y)
+        table_step, table = self.context.table_step, self.table
+        # All that differs between layers of one shape is a tensor: compiled code serves them all.
+        if table_step is not None and table is not None:
+            table_step.apply(table, self._out_features, rows, y)
         return y.view(*x.shape[:-1], y.size(-1))
 
 

@@ -6,27 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from punica_core import ops
-from punica_core.lora.layers import LinearGroup
+from punica_core.lora.layers import LinearGroup, LoRALinear
 from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
 
 
 class TableLoRA:
-    """Implements `StepLoRA` for one model and all adapters in the tables.
+    """Implements `TableStep` for one model and all adapters in the tables.
 
-    groups: the model's, in the order in which their modules lie in `tables`. max_rows: T of the largest step.
-    max_rank: bound of every lora_rank. slot_rank: int32 [N], each slot's largest lora_rank, kept by the tables' owner.
+    max_rows: T of the largest step. max_rank: bound of every lora_rank.
     """
 
     def __init__(
         self,
         tables: AdapterTables,
         arena: Arena,
-        groups: Sequence[LinearGroup],
         *,
         max_rows: int,
         max_rank: int,
@@ -37,11 +35,6 @@ class TableLoRA:
         self._slot_rank = tables.slot_rank
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
-        self._tables: list[Tensor] = []
-        first = 0
-        for group in groups:
-            self._tables.append(tables.group(first, len(group.paths)))
-            first += len(group.paths)
 
     @property
     def nbytes(self) -> int:
@@ -52,13 +45,24 @@ class TableLoRA:
         """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
         self._segments.set_rows(row_slots, self._slot_rank)
 
-    def add(self, group: LinearGroup, x: Tensor, y: Tensor) -> None:
-        """See `StepLoRA.add`; T is the number of rows of the step begun last."""
+    def apply(self, table: Tensor, out_features: Sequence[int], x: Tensor, y: Tensor) -> None:
+        """See `TableStep.apply`; T is the number of rows of the step begun last."""
         # Compiled and captured code gives every layer the same memory for v.
-        elements = scratch_elements(x.size(0), len(group.out_features), self._max_rank)
+        elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
         v = torch.empty(elements, dtype=torch.float32, device=x.device)
-        table = self._tables[group.index]
-        ops.lora_apply(y, x, v, self._arena, table, self._plan, list(group.out_features), self._max_rank)
+        ops.lora_apply(y, x, v, self._arena, table, self._plan, out_features, self._max_rank)
+
+
+def bind_tables(model: nn.Module, groups: Sequence[LinearGroup], tables: AdapterTables) -> None:
+    """Give each layer its part of `tables`, in which the modules of `groups` lie in order."""
+    first: dict[int, int] = {}
+    at = 0
+    for group in groups:
+        first[group.index] = at
+        at += len(group.paths)
+    for module in model.modules():
+        if isinstance(module, LoRALinear) and module.group.index in first:
+            module.table = tables.group(first[module.group.index], len(module.group.paths))
 
 
 def has_adapters(row_slots: Int32Array) -> bool:

@@ -65,8 +65,10 @@ def paged_attention(
     if asked or attention_mask is not None or dropout:
         raise UnsupportedAttention(f"its attention takes {', '.join(asked) or 'a mask or dropout'}")
     spec = AttentionSpec(query.size(-1) ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    # Compiled code serves all layers only if it reads nothing that differs between them but tensors.
+    layer = module.layer_index if getattr(paged, "takes_layer_index", False) else module.layer_idx
     out = paged.attend(
-        module.layer_idx,
+        layer,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

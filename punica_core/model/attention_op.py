@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from punica_core.model.attention import AttentionSpec, KVRow, PagedAttention
 
@@ -85,27 +85,40 @@ class GatheredAttention:
 
 
 class OpAttention:
-    """A `StepAttention` for compiled code, behind which a `LayerAttention` computes."""
+    """A `StepAttention` for compiled code, behind which a `LayerAttention` computes.
+
+    It wants layers as tensors: see `index_layers`.
+    """
+
+    takes_layer_index = True
 
     def __init__(self, inner: LayerAttention) -> None:
         self.inner = inner
         self.handle = next(_handles)
         _attached[self.handle] = self
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `StepAttention.attend`. What `spec` says was fixed per layer when the model was probed."""
         out: Tensor = torch.ops.punica.paged_attention(query.contiguous(), key, value, layer, self.handle)
         return out
 
 
-def _paged_attention(query: Tensor, key: Tensor, value: Tensor, layer: int, handle: int) -> Tensor:
-    return _attached[handle].inner.compute(layer, query, key, value)
+def index_layers(model: nn.Module) -> None:
+    """Give each module that knows its `layer_idx` that number as a tensor on the CPU, `layer_index`."""
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int):
+            module.layer_index = torch.tensor(layer)
 
 
-def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: int, handle: int) -> Tensor:
+def _paged_attention(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, handle: int) -> Tensor:
+    return _attached[handle].inner.compute(int(layer), query, key, value)
+
+
+def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, handle: int) -> Tensor:
     return query.new_empty(query.shape)
 
 
-_LIBRARY.define("paged_attention(Tensor query, Tensor key, Tensor value, int layer, int handle) -> Tensor")
+_LIBRARY.define("paged_attention(Tensor query, Tensor key, Tensor value, Tensor layer, int handle) -> Tensor")
 _LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("punica::paged_attention", _shape_only, lib=_LIBRARY)

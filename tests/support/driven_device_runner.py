@@ -14,7 +14,7 @@ from punica_core.config import BLOCK_SIZE
 from punica_core.engine.device_runner import DeviceRunner
 from punica_core.engine.forward import ModelForward
 from punica_core.engine.step_batch import StepPacker
-from punica_core.lora.table_step import TableLoRA
+from punica_core.lora.table_step import TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena, num_module_elements
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -77,7 +77,6 @@ class DrivenDeviceRunner(DrivenRunner):
         else:
             inner = GatheredAttention(self.kv_cache, specs)
         self.attention = OpAttention(inner)
-        last_tokens = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
         self.packer = StepPacker(
             device,
             block_size=BLOCK_SIZE,
@@ -86,8 +85,8 @@ class DrivenDeviceRunner(DrivenRunner):
             max_blocks=MAX_SEQS * BLOCKS_EACH,
             padding_block=0,
         )
-        self.forward = ModelForward(loaded, self.attention, self.lora, last_tokens, compiled=compiled)
-        self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler, last_tokens)
+        self.forward = ModelForward(loaded, self.attention, self.lora, compiled=compiled)
+        self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler)
         if graph_sizes:
             logits = torch.zeros(max(graph_sizes), loaded.vocab_size, dtype=loaded.dtype, device=device)
             self.runner.capture(graph_sizes, logits)
@@ -117,4 +116,5 @@ def table_lora(loaded, adapters: Mapping[int, AdapterWeights]) -> TableLoRA | No
     tables = AdapterTables(len(paths), max(adapters) + 1, device=loaded.device)
     for slot, each in modules.items():
         tables.write(slot, each, arena)
-    return TableLoRA(tables, arena, loaded.groups, max_rows=MAX_ROWS, max_rank=256)
+    bind_tables(loaded.model, loaded.groups, tables)
+    return TableLoRA(tables, arena, max_rows=MAX_ROWS, max_rank=256)
