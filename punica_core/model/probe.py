@@ -60,9 +60,7 @@ def reference_logits(model: nn.Module) -> Tensor:
     return logits
 
 
-def probe_attention(
-    model: nn.Module, config: Any, expected: Tensor
-) -> tuple[KVShape, int, tuple[AttentionSpec, ...]]:
+def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> tuple[KVShape, int, tuple[AttentionSpec, ...]]:
     """Run the model through our attention and compare.
 
     Returns what its KV cache must hold, its query heads (H), and how each layer attends. The model's attention must
