@@ -9,16 +9,21 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
+from punica_core.protocol import NewSequence, SequenceOutput
 from punica_core.scheduler.admission import AdmissionPass
-from punica_core.scheduler.plan import RowPlan, SkipReason, StepResult
+from punica_core.scheduler.outcome import token_output
+from punica_core.scheduler.plan import RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
-from tests.support.scheduler_machine import SchedulerMachine
+from tests.support.scheduler_machine import AheadMachine, SchedulerMachine
 from tests.support.scheduling import Rig, make_rig
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+TestSchedulerAhead = AheadMachine.TestCase
+TestSchedulerAhead.settings = TestScheduler.settings
 
 
 class LeaksBlocks(Scheduler):
@@ -35,7 +40,7 @@ class KeepsAdapterOfCancelled(Scheduler):
 
 class ReleasesWhileExecuting(Scheduler):
     def _end(self, sequence: Sequence) -> None:
-        sequence.in_flight = False
+        sequence.in_flight = 0
         super()._end(sequence)
 
 
@@ -97,6 +102,52 @@ class OneKeyForAllAdapters(PrefixCache):
         return super().chain("", tenant)
 
 
+class HoldsOnlyForTheOldestStep(Scheduler):
+    def _end(self, sequence: Sequence) -> None:
+        sequence.in_flight -= 1
+        super()._end(sequence)
+
+
+class NeverReleasesWhatWasHeld(Scheduler):
+    def _release_unused(self) -> None:
+        pass
+
+
+class PreemptsInFlight(Scheduler):
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        plans, self._in_flight._plans = self._in_flight._plans, type(self._in_flight._plans)()
+        super()._preempt(sequence, step)
+        self._in_flight._plans = plans
+
+
+class PlansBehindTheEnd(Scheduler):
+    def _extend_running(self, step: StepBuilder) -> None:
+        super()._extend_running(step)
+        for sequence in self._running:
+            if sequence.num_scheduled == sequence.num_tokens and not sequence.may_run_ahead:
+                self._extend(sequence, 1, step)
+
+
+class PlansPenalisedAhead(Scheduler):
+    def add(self, request: NewSequence, now: float) -> None:
+        super().add(request, now)
+        self._live[request.request_id].needs_known_tokens = False
+
+
+class SkipsWhatWasTakenBack(Scheduler):
+    def abandon(self, plan: StepPlan) -> None:
+        super().abandon(plan)
+        for row in plan.rows:
+            row.sequence.num_scheduled = row.start + row.count
+
+
+class SendsTokensOfEnded(Scheduler):
+    def _update_row(self, row: RowPlan, result: StepResult) -> SequenceOutput | None:
+        output = super()._update_row(row, result)
+        sampled = result.sampled.get(row.sequence.request_id)
+        return token_output(row.sequence, sampled, None) if output is None and row.samples and sampled else output
+
+
 def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = PrefixCache) -> Callable[..., Rig]:
     def build(**options: object) -> Rig:
         if cache is not PrefixCache or scheduler in (ForgetsTenants, ReadsCacheForPromptLogprobs):
@@ -106,27 +157,45 @@ def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = 
     return build
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        LeaksBlocks,
-        KeepsAdapterOfCancelled,
-        ReleasesWhileExecuting,
-        ForgetsTokensOfPreempted,
-        KeepsKvOfPreempted,
-        AnswersCancelledAgain,
-        IgnoresSeats,
-        LetsAnyonePass,
-        ForgetsTenants,
-        ReadsCacheForPromptLogprobs,
-        LeavesNothingToCompute,
-        OneKeyForAllAdapters,
-    ],
-)
-def test_a_broken_scheduler_does_not_survive(broken: type) -> None:
+BROKEN: list[tuple[type, type[SchedulerMachine]]] = [
+    *(
+        (broken, SchedulerMachine)
+        for broken in (
+            LeaksBlocks,
+            KeepsAdapterOfCancelled,
+            ReleasesWhileExecuting,
+            ForgetsTokensOfPreempted,
+            KeepsKvOfPreempted,
+            AnswersCancelledAgain,
+            IgnoresSeats,
+            LetsAnyonePass,
+            ForgetsTenants,
+            ReadsCacheForPromptLogprobs,
+            LeavesNothingToCompute,
+            OneKeyForAllAdapters,
+        )
+    ),
+    *(
+        (broken, AheadMachine)
+        for broken in (
+            ReleasesWhileExecuting,
+            HoldsOnlyForTheOldestStep,
+            NeverReleasesWhatWasHeld,
+            PreemptsInFlight,
+            PlansBehindTheEnd,
+            PlansPenalisedAhead,
+            SkipsWhatWasTakenBack,
+            SendsTokensOfEnded,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "machine"), BROKEN)
+def test_a_broken_scheduler_does_not_survive(broken: type, machine: type[SchedulerMachine]) -> None:
     parts = {"cache": broken} if issubclass(broken, PrefixCache) else {"scheduler": broken}
 
-    class Machine(SchedulerMachine):
+    class Machine(machine):  # type: ignore[misc, valid-type]
         rig_factory = staticmethod(rig_with(**parts))
 
     search = settings(

@@ -1,8 +1,9 @@
 """Random clients against a scheduler: arrivals, cancels at every stage, adapters that load, fail and compete.
 
 Everything a client must be able to rely on is checked after every step and, at the end, that all of it is over and
-nothing is held. A test that passes here must fail with a scheduler that is broken on purpose; see
-tests/scheduler/test_scheduler_machine.py for both.
+nothing is held. A machine of depth 2 plans a step while another is in flight, and some of these are taken back. A test
+that passes here must fail with a scheduler that is broken on purpose; see tests/scheduler/test_scheduler_machine.py
+for both.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import FinishReason, NewSequence
-from punica_core.scheduler.plan import StepPlan
+from punica_core.scheduler.plan import StepPlan, StepResult
 from punica_core.scheduler.sequence import Sequence, Status
 from tests.support.residency import adapter_ref
-from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
+from tests.support.scheduling import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    FakeStep,
+    Rig,
+    expected_tokens,
+    make_rig,
+    new_sequence,
+)
 
 ADAPTERS = [None, adapter_ref("a"), adapter_ref("b"), adapter_ref("c"), adapter_ref("a", version=2)]
 STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -26,16 +35,19 @@ LIMIT = 0.5
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The rig is tight on purpose: 7 blocks of 4 tokens, 3 seats, 6 tokens a step, 2 adapters at a time."""
+    """depth: steps in flight at most. The rig is tight on purpose: 7 blocks of 4 tokens, 3 seats, 6 tokens a step, 2
+    adapters at a time.
+    """
 
     rig_factory = staticmethod(make_rig)
+    depth = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[int, NewSequence] = {}
         self.expected: dict[int, list[int]] = {}
-        self.doomed: set[int] = set()
-        self.plan: StepPlan | None = None
+        self.doomed: dict[int, FinishReason] = {}
+        self.steps: list[FakeStep] = []
 
     @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3))
     def build(self, prefix_cache: bool, load_steps: int) -> None:
@@ -58,8 +70,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter=st.sampled_from(ADAPTERS),
         tenant=st.sampled_from(["", "t"]),
         scored=st.booleans(),
+        stop_ids=st.sets(st.integers(0, VOCAB_SIZE), max_size=8),
+        penalty=st.sampled_from([0.0, 0.0, 0.5]),
     )
-    def add(self, shared: int, own: list[int], max_tokens: int, adapter: object, tenant: str, scored: bool) -> None:
+    def add(
+        self,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        adapter: object,
+        tenant: str,
+        scored: bool,
+        stop_ids: set[int],
+        penalty: float,
+    ) -> None:
         request_id = len(self.requests)
         request = new_sequence(
             request_id,
@@ -68,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             adapter=adapter,  # type: ignore[arg-type]
             tenant=tenant,
             prompt_logprobs=0 if scored or max_tokens == 0 else None,
+            stop_token_ids=tuple(sorted(stop_ids)),
+            presence_penalty=penalty,
         )
         self._submit(request)
 
@@ -85,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.rig.cancel(request_id)
         assert output is not None
         assert output.finish_reason is FinishReason.CANCELLED
-        self.doomed.add(request_id)
+        self.doomed[request_id] = FinishReason.CANCELLED
 
     @precondition(lambda self: any(map(self._ended, self.requests)))
     @rule(data=st.data())
@@ -93,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from([i for i in self.requests if self._ended(i)]))
         assert self.rig.cancel(request_id) is None
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.steps) < self.depth)
     @rule()
     def schedule(self) -> None:
         now = self.rig.now
@@ -109,17 +135,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = [row.sequence.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids)
         assert [row.slot for row in plan.rows] == sorted(row.slot for row in plan.rows)
-        self.plan = plan
+        for row in plan.rows:
+            last_input = row.sequence.num_prompt + max(row.sequence.sampling.max_tokens - 1, 0)
+            assert row.start + row.count <= last_input, "a row behind the end of its sequence"
+            assert row.pending <= bool(self.steps), "nothing is in flight that could sample the pending token"
+        if plan.rows or not self.steps:  # a step without rows only lets time pass
+            self.steps.append(self.rig.model.launch(plan))
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.rig.model.queue)
+    @rule()
+    def advance_the_device(self) -> None:
+        self.rig.model.advance()
+
+    @precondition(lambda self: self.steps)
     @rule()
     def execute(self) -> None:
-        assert self.plan is not None
-        self._adapters_of_the_step_are_in_place(self.plan)
-        result = self.rig.model.execute(self.plan)
-        self.rig.now += self.rig.step_seconds
-        self.rig.finish(self.plan, result)
-        self.plan = None
+        self._finish_oldest(self.steps[0].result())
+
+    @precondition(lambda self: self.steps and self.steps[0].plan.rows)
+    @rule(data=st.data())
+    def execute_with_a_row_that_fails(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(self.steps[0].plan.rows))
+        request_id, is_live = row.sequence.request_id, row.sequence.status is not Status.FINISHED
+        result = self.steps[0].result()
+        result.sampled.pop(request_id, None)
+        result.failed[request_id] = "not finite"
+        self._finish_oldest(result)
+        if is_live:
+            assert self.rig.end(request_id).error_message == "not finite"
+            self.doomed[request_id] = FinishReason.ERROR
+
+    @precondition(lambda self: len(self.steps) > 1)
+    @rule()
+    def abandon_the_newest(self) -> None:
+        """As after a fault of the oldest, whose rows are computed again, each alone and with the same outcome."""
+        newest = self.steps.pop()
+        newest.result()
+        self.rig.scheduler.abandon(newest.plan)
+        self.rig.scheduler.check()
+        (oldest,) = self.steps
+        for row in oldest.plan.rows:
+            if row.sequence.status is not Status.FINISHED:
+                again = self.rig.model.execute(StepPlan((msgspec.structs.replace(row, pending=False),)))
+                request_id = row.sequence.request_id
+                assert again.sampled.get(request_id) == oldest.result().sampled.get(request_id)
+        self.execute()
 
     @precondition(lambda self: self.rig.residency.loading)
     @rule(data=st.data())
@@ -130,12 +190,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output.error_code == AdapterInvalid.code
             assert self.requests[output.request_id].adapter == ref
             self.rig.outputs[output.request_id].append(output)
-            self.doomed.add(output.request_id)
+            self.doomed[output.request_id] = FinishReason.ERROR
 
     @invariant()
     def invariants(self) -> None:
         self.rig.scheduler.check()
-        self._the_executing_step_holds_what_it_uses()
+        self._steps_in_flight_hold_what_they_use()
         for request_id in self.requests:
             ends = [output.finish_reason is not None for output in self.rig.outputs[request_id]]
             assert not any(ends[:-1]), "something was sent after the terminal output"
@@ -145,16 +205,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        if self.plan is not None:
-            self.execute()
-        self.rig.run(max_steps=60 + 60 * len(self.requests))
+        self._run_to_the_end(max_steps=60 + 60 * len(self.requests))
         self.rig.assert_idle()
         for request_id, request in self.requests.items():
-            end = self.rig.end(request_id)
-            if request_id not in self.doomed:
-                assert end.finish_reason is FinishReason.LENGTH
-                assert self.rig.tokens(request_id) == self.expected[request_id]
+            end, tokens = self.rig.end(request_id), self.expected[request_id]
+            if request_id in self.doomed:
+                assert end.finish_reason is self.doomed[request_id]
+            else:
+                is_stopped = tokens and tokens[-1] in request.sampling.stop_token_ids
+                assert end.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+                assert self.rig.tokens(request_id) == tokens
                 self._prompt_logprobs_came_once(request_id, request)
+
+    def _run_to_the_end(self, max_steps: int) -> None:
+        """With as many steps in flight as the machine may have, as the engine does."""
+        for _ in range(max_steps):
+            if not self.rig.scheduler.has_unfinished():
+                break
+            num_before = len(self.steps)
+            if num_before < self.depth:
+                self.schedule()
+            if num_before or self.depth == 1:
+                self.execute()
+        while self.steps:
+            self.execute()
+        assert not self.rig.scheduler.has_unfinished(), f"unfinished: {self.rig.scheduler.waiting_by_reason}"
+
+    def _finish_oldest(self, result: StepResult) -> None:
+        self.rig.now += self.rig.step_seconds
+        self.rig.finish(self.steps.pop(0).plan, result)
 
     def _submit(self, request: NewSequence) -> None:
         self.requests[request.request_id] = request
@@ -177,18 +256,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(s.adapter is None for s in passed.intersection(overdue)), "an overdue sequence was passed"
             if started.adapter is not None:
                 for sequence in passed.intersection(insisting):
-                    assert sequence.no_room_since is None or sequence.adapter == started.adapter, "room was taken"
+                    assert sequence.adapter == started.adapter or not self._asked_for_room(sequence), "room was taken"
 
-    def _the_executing_step_holds_what_it_uses(self) -> None:
-        for row in self.plan.rows if self.plan is not None else ():
-            assert not any(map(self.rig.pool.is_free, row.block_table)), "a block was freed under the step"
-            assert row.sequence.adapter is None or self.rig.residency.pins[row.sequence.adapter] > 0
+    def _asked_for_room(self, sequence: Sequence) -> bool:
+        """Whether this waiting sequence was refused room in the last pass: one sequence an adapter asks, the oldest of
+        the tenant whose turn comes first, and room was not made for it in that very pass."""
+        others = (s for s in self.rig.scheduler._waiting if s.adapter == sequence.adapter and s is not sequence)
+        is_first = all(s.tenant == sequence.tenant and s.serial > sequence.serial for s in others)
+        return is_first and sequence.no_room_since is not None and sequence.adapter not in self.rig.residency.loading
 
-    def _adapters_of_the_step_are_in_place(self, plan: StepPlan) -> None:
-        slots = self.rig.residency.slots
-        for row in plan.rows:
+    def _steps_in_flight_hold_what_they_use(self) -> None:
+        residency = self.rig.residency
+        for row in (row for step in self.steps for row in step.plan.rows):
+            assert not any(map(self.rig.pool.is_free, row.block_table)), "a block was freed under a step"
             if row.sequence.adapter is not None:
-                assert slots.get(row.sequence.adapter) == row.slot, "an adapter moved while a step used it"
+                assert residency.pins[row.sequence.adapter] > 0, "an adapter may go while a step uses it"
+                assert residency.slots.get(row.sequence.adapter) == row.slot, "an adapter moved while a step used it"
 
     def _prompt_logprobs_came_once(self, request_id: int, request: NewSequence) -> None:
         reports = [o.prompt_logprobs for o in self.rig.outputs[request_id] if o.prompt_logprobs is not None]
@@ -197,3 +280,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         (entries,) = reports
         assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
+
+
+class AheadMachine(SchedulerMachine):
+    """The same with a step that runs ahead."""
+
+    depth = 2

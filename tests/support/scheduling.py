@@ -2,12 +2,14 @@
 
 The model's KV of a token is a digest of (adapter, tenant, all tokens up to it), and its next token a function of the
 KV that it reads back through the block table. So a wrong, stale or foreign block changes what is generated, or fails
-at once.
+at once. The token of a sequence with penalties depends on the tokens that the host knew when the step was launched,
+too: if one was missing, another token comes out.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,6 +25,7 @@ from punica_core.protocol import (
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
+from punica_core.scheduler.sequence import Sequence
 from tests.support.residency import FakeResidency, key_of
 
 BLOCK_SIZE = 4
@@ -51,26 +54,62 @@ def new_sequence(
 
 
 def expected_tokens(request: NewSequence) -> list[int]:
-    """What the model generates for `request` alone, without stop ids."""
+    """What the model generates for `request` alone, a stop id that ends it included."""
     tokens = list(request.prompt_ids)
-    for _ in range(request.sampling.max_tokens):
-        tokens.append(_next_token(_kv(key_of(request.adapter), request.tenant, tokens)))
+    for generated in range(1, request.sampling.max_tokens + 1):
+        kv = _kv(key_of(request.adapter), request.tenant, tokens)
+        tokens.append(_next_token(kv, request.sampling, tokens))
+        if tokens[-1] in request.sampling.stop_token_ids and generated > request.sampling.min_tokens:
+            break
     return tokens[len(request.prompt_ids) :]
 
 
+class FakeStep:
+    """A step in the queue of the fake device. It sees what the host knew when it was launched, and no more."""
+
+    def __init__(self, model: FakeModel, plan: StepPlan) -> None:
+        self.plan = plan
+        self.known = [row.sequence.token_ids[: row.start + row.count] for row in plan.rows]
+        self.executed: StepResult | None = None
+        self._model = model
+
+    def result(self) -> StepResult:
+        """The device works in order: the steps before this one are executed first."""
+        while self.executed is None:
+            self._model.advance()
+        return self.executed
+
+
 class FakeModel:
-    """Executes plans on KV digests, and checks that every block read holds what it must."""
+    """Executes plans on KV digests, and checks that every block read holds what it must.
+
+    sampled: the next tokens that the last executed step chose, from where a pending row takes its input.
+    """
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         self.memory: dict[tuple[int, int], str] = {}
         self.block_size = block_size
+        self.queue: deque[FakeStep] = deque()
+        self.sampled: dict[Sequence, int] = {}
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """Queue a step behind those that were launched before."""
+        self.queue.append(FakeStep(self, plan))
+        return self.queue[-1]
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    def advance(self) -> None:
+        """Execute the oldest step in the queue."""
+        step = self.queue.popleft()
+        inputs = [self._inputs(row, known) for row, known in zip(step.plan.rows, step.known, strict=True)]
         result = StepResult()
         written: set[tuple[int, int]] = set()
-        for row in plan.rows:
-            written |= self._compute(row, written)
-        for row in plan.rows:
+        for row, tokens in zip(step.plan.rows, inputs, strict=True):
+            written |= self._compute(row, tokens, written)
+        self.sampled = {}
+        for row, known in zip(step.plan.rows, step.known, strict=True):
             sequence = row.sequence
             if sequence.sampling.prompt_logprobs is not None:
                 stop = min(row.start + row.count, sequence.num_prompt - 1)
@@ -80,25 +119,35 @@ class FakeModel:
                 ]
             if row.samples and sequence.sampling.max_tokens > 0:
                 last = self.memory[self._place(row, row.start + row.count - 1)]
-                logprobs = TokenLogprobs(_next_token(last), -2.0) if sequence.sampling.logprobs is not None else None
-                result.sampled[sequence.request_id] = SampledToken(_next_token(last), logprobs)
-        return result
+                token = self.sampled[sequence] = _next_token(last, sequence.sampling, known)
+                logprobs = TokenLogprobs(token, -2.0) if sequence.sampling.logprobs is not None else None
+                result.sampled[sequence.request_id] = SampledToken(token, logprobs)
+        step.executed = result
+
+    def _inputs(self, row: RowPlan, known: list[int]) -> list[int]:
+        """All tokens up to the row's end."""
+        if not row.pending:
+            assert len(known) == row.start + row.count, "an input token is not known"
+            return known
+        assert row.count == 1
+        assert len(known) == row.start, "the pending token is known, or an older one is not"
+        assert row.sequence in self.sampled, "the step before has not sampled the pending token"
+        return [*known, self.sampled[row.sequence]]
 
     def _place(self, row: RowPlan, position: int) -> tuple[int, int]:
         return row.block_table[position // self.block_size], position % self.block_size
 
-    def _compute(self, row: RowPlan, written: set[tuple[int, int]]) -> set[tuple[int, int]]:
-        sequence = row.sequence
-        key, tenant = key_of(sequence.adapter), sequence.request.tenant
+    def _compute(self, row: RowPlan, tokens: list[int], written: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        key, tenant = key_of(row.sequence.adapter), row.sequence.request.tenant
         for position in range(row.start):
             held = self.memory.get(self._place(row, position))
-            wanted = _kv(key, tenant, sequence.token_ids[: position + 1])
-            assert held == wanted, f"request {sequence.request_id} reads foreign KV at {position}"
+            wanted = _kv(key, tenant, tokens[: position + 1])
+            assert held == wanted, f"request {row.sequence.request_id} reads foreign KV at {position}"
         places = {self._place(row, position) for position in range(row.start, row.start + row.count)}
         assert len(places) == row.count
         assert not places & written, "two rows of one step write the same KV"
         for position in range(row.start, row.start + row.count):
-            self.memory[self._place(row, position)] = _kv(key, tenant, sequence.token_ids[: position + 1])
+            self.memory[self._place(row, position)] = _kv(key, tenant, tokens[: position + 1])
         return places
 
 
@@ -210,5 +259,7 @@ def _kv(adapter_key: str, tenant: str, tokens: list[int]) -> str:
     return hashlib.blake2b(repr((adapter_key, tenant, tokens)).encode(), digest_size=8).hexdigest()
 
 
-def _next_token(kv: str) -> int:
+def _next_token(kv: str, sampling: SamplingParams, known: list[int]) -> int:
+    if sampling.presence_penalty:
+        kv = _kv(kv, "", known)
     return int(kv, 16) % (VOCAB_SIZE - 1)
