@@ -163,9 +163,9 @@ class KeyStore:
             return
         seen = self._signature
         while True:
-            asked = False
             with contextlib.suppress(TimeoutError):
-                asked = await asyncio.wait_for(self._asked.wait(), WATCH_SECONDS)
+                await asyncio.wait_for(self._asked.wait(), WATCH_SECONDS)
+            asked = self._asked.is_set()
             self._asked.clear()
             now = _state(self._file)
             # A file that changed since the last look may be half written: it is read once it has come to rest.
