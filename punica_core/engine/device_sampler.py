@@ -19,7 +19,7 @@ from punica_core.engine import noise
 from punica_core.engine.logit_edits import EditCollector, apply_edits
 from punica_core.engine.logprobs import logprob_entries, logprob_tensors, token_logprobs
 from punica_core.engine.transfers import Download, upload
-from punica_core.ops.draw import MAX_VOCAB_SIZE
+from punica_core.ops.draw import MAX_VOCAB_SIZE, is_greedy
 from punica_core.ops.sample import greedy_tokens, pack_rows, rows_words, sample_tokens
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken
@@ -104,20 +104,22 @@ class _RowRecords:
         self._seed = seed
         self._sequences: list[object] = []
         self._records = pack_rows([])
-        self._seeds: list[int] = []
+        self._seeds = noise.as_words([])
         self._draws = False
 
     def pack(self, rows: Sequence[RowPlan]) -> npt.NDArray[np.int64] | None:
         """Records int64 [B, 4] for `sample_tokens`, valid until the next call; None if all rows are greedy."""
         sequences = [row.sequence for row in rows]
         if sequences != self._sequences:
-            params = [sequence.sampling for sequence in sequences]
-            ids = [sequence.request_id for sequence in sequences]
             self._sequences = list(sequences)
-            self._records = pack_rows(params)
-            self._draws = bool((self._records["temperature"] > 0).any())
-            self._seeds = noise.resolve_seeds(self._seed, ids, [p.seed for p in params]) if self._draws else []
+            params = [sequence.sampling for sequence in sequences]
+            self._draws = not all(map(is_greedy, params))
+            if self._draws:
+                ids = [sequence.request_id for sequence in sequences]
+                self._records = pack_rows(params)
+                self._seeds = noise.as_words(noise.resolve_seeds(self._seed, ids, [p.seed for p in params]))
         if not self._draws:
             return None
-        self._records["point"] = noise.uniforms(self._seeds, [row.start + row.count for row in rows])
+        positions = np.fromiter((row.start + row.count for row in rows), np.uint64, len(rows))
+        self._records["point"] = noise.uniforms(self._seeds, positions)
         return rows_words(self._records)

@@ -19,8 +19,6 @@ Words = npt.NDArray[np.uint64]
 
 _MASK32: Final = np.uint64(0xFFFFFFFF)
 _SHIFT32: Final = np.uint64(32)
-_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS: Final = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS: Final = 10
 _MASK64: Final = (1 << 64) - 1
 
@@ -29,35 +27,32 @@ DOMAIN_SEED: Final = 1
 
 
 def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, Words, Words, Words]:
-    """Four 32-bit words for each counter and key; every word is held in a uint64 array, shapes broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    """Four 32-bit words for each counter and key; every word is held in a uint64 array, all of one shape."""
+    multipliers = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None]
+    key_steps = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)[:, None]
+    # Both halves of a round are done as one array: few calls of numpy are what makes this fast for a step's rows.
+    even, odd, keys = np.stack(counter[0::2]), np.stack(counter[1::2]), np.stack(key)
     for _ in range(_ROUNDS):
-        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product1 >> _SHIFT32) ^ c1 ^ k0,
-            product1 & _MASK32,
-            (product0 >> _SHIFT32) ^ c3 ^ k1,
-            product0 & _MASK32,
-        )
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK32, (k1 + _KEY_STEPS[1]) & _MASK32
-    return c0, c1, c2, c3
+        products = (multipliers * even)[::-1]
+        even, odd = (products >> _SHIFT32) ^ odd ^ keys, products & _MASK32
+        keys = (keys + key_steps) & _MASK32
+    return even[0], odd[0], even[1], odd[1]
 
 
-def _halves(values: Sequence[int]) -> tuple[Words, Words]:
-    """Low and high 32-bit words of integers taken modulo 2**64."""
-    words = np.array([value & _MASK64 for value in values], dtype=np.uint64)
-    return words & _MASK32, words >> _SHIFT32
+def as_words(values: Sequence[int]) -> Words:
+    """Integers modulo 2**64."""
+    return np.array([value & _MASK64 for value in values], dtype=np.uint64)
 
 
-def _words(seeds: Sequence[int], counters: Sequence[int], domain: int) -> tuple[Words, Words, Words, Words]:
-    low, high = _halves(counters)
-    return philox4x32((low, high, np.full_like(low, domain), np.zeros_like(low)), _halves(seeds))
+def _words(seeds: Words, counters: Words, domain: int) -> tuple[Words, Words, Words, Words]:
+    low, high = counters & _MASK32, counters >> _SHIFT32
+    return philox4x32((low, high, np.full_like(low, domain), np.zeros_like(low)), (seeds & _MASK32, seeds >> _SHIFT32))
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Sequence[int] | Words, positions: Sequence[int] | Words) -> npt.NDArray[np.float64]:
     """One uniform number in [0, 1) with 53 random bits for each (seed, position); both are taken modulo 2**64."""
-    w0, w1, _, _ = _words(seeds, positions, DOMAIN_SAMPLE)
+    keys, counters = (values if isinstance(values, np.ndarray) else as_words(values) for values in (seeds, positions))
+    w0, w1, _, _ = _words(keys, counters, DOMAIN_SAMPLE)
     bits = (w0 >> np.uint64(5)) << np.uint64(26) | (w1 >> np.uint64(6))
     return bits.astype(np.float64) * 2.0**-53
 
@@ -69,7 +64,7 @@ def engine_seed(configured: int) -> int:
 
 def derive_seeds(engine_seed: int, request_ids: Sequence[int]) -> list[int]:
     """A 64-bit seed for each request that brought none; its domain keeps it apart from the numbers of `uniforms`."""
-    w0, w1, _, _ = _words([engine_seed] * len(request_ids), request_ids, DOMAIN_SEED)
+    w0, w1, _, _ = _words(as_words([engine_seed] * len(request_ids)), as_words(request_ids), DOMAIN_SEED)
     seeds: list[int] = (w0 << _SHIFT32 | w1).tolist()
     return seeds
 
