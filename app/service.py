@@ -194,6 +194,8 @@ class Service:
         """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
         await self.begin_start()
         self._watching = asyncio.create_task(self.keys.watch(), name="keys")
+        if self.keys.is_open and self.settings.enable_admin:
+            log.warning("Whoever reaches this server may load and unload adapters: --enable-admin without keys.")
 
     async def _start(self) -> None:
         layout = await self.supervisor.start()

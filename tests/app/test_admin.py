@@ -335,3 +335,11 @@ async def test_administration_has_no_part_in_a_keys_limits(make_server: MakeServ
             assert (answer.status_code, "x-ratelimit-limit-requests" in answer.headers) == (200, False)
         assert (await server.complete()).status_code == 200
         assert (await server.complete()).status_code == 429
+
+
+@pytest.mark.parametrize(("settings", "warns"), [({}, True), ({"api_key": "the-one-key"}, False)])
+async def test_administration_that_is_open_to_all_is_warned_of(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warns: bool
+) -> None:
+    async with make_server({"enable_admin": True} | settings):
+        assert ("Whoever reaches this server" in caplog.text) is warns
