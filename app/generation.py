@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's token ids, and its text as `echo` gives it back."""
+    """A prompt's token ids, and its text if `echo` gives it back."""
 
     ids: list[int]
     text: str = ""
@@ -139,7 +139,8 @@ def _completion_prompts(
     for prompt in given:
         if isinstance(prompt, str):
             check_hopeless(prompt, tokenizer, max_model_len, "prompt")
-            prompts.append(Prompt(tokenizer.encode(prompt, add_special_tokens=True), prompt))
+            ids = tokenizer.encode(prompt, add_special_tokens=True)
+            prompts.append(Prompt(ids, prompt if with_text else ""))
         else:
             check_ids(prompt, tokenizer.vocab_size, "prompt")
             text = tokenizer.decode(prompt, skip_special_tokens=False) if with_text else ""

@@ -113,7 +113,9 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": last})
 
     def _begin(self) -> None:
-        self._answer.begin(self._head(self._outputs[0].stream.adapter_key), usage_follows=self._include_usage)
+        keys = (output.stream.adapter_key for output in self._outputs)
+        adapter_key = next(filter(None, keys), "")  # all have the same, but not all have a first token yet
+        self._answer.begin(self._head(adapter_key), usage_follows=self._include_usage)
 
     def _read(self, changed: Sequence[SequenceStream], *, started: bool) -> list[tuple[int, Piece]]:
         try:

@@ -151,12 +151,13 @@ class Admission:
         answer: Format,
     ) -> GenerationResponse:
         """The response that reads the flight."""
+        model = body.model  # of the body itself nothing is kept while the answer runs
         return GenerationResponse(
             flight,
             job,
             outputs,
             answer,
-            head=lambda adapter_key: self.service.head(prefix, body.model, adapter_key),
+            head=lambda adapter_key: self.service.head(prefix, model, adapter_key),
             stream=bool(body.stream),
             include_usage=body.include_usage,
             keep_alive=self.service.settings.stream_keep_alive,

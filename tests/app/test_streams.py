@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from punica_core.errors import AdapterInvalid
+from punica_core.protocol import Outputs, SequenceOutput
 from tests.app.conftest import BASE, MakeServer, Server
 from tests.support.tokenizer_folders import byte_level_tokenizer
 
@@ -175,3 +176,16 @@ async def test_a_client_that_leaves_during_the_silence_cancels(make_server: Make
         sent = len(client.body)
         await asyncio.sleep(0.05)
         assert len(client.body) == sent  # its timer ended with it
+
+
+async def test_the_fingerprint_names_the_adapter_whichever_choice_comes_first(make_server: MakeServer) -> None:
+    async with (
+        make_server(auto=False) as server,
+        requesting(server, "/v1/completions", model="sql", prompt="a", max_tokens=1, n=2, stream=True) as client,
+    ):
+        await client.until(lambda: bool(server.engine.submissions))
+        second = server.engine.submissions[0][1].request_id
+        server.engine.emit(Outputs([SequenceOutput(second, [1], adapter_key="the-key")]))
+        await client.until(lambda: bool(data(client)))
+        assert data(client)[0]["system_fingerprint"].endswith(":the-key")
+        client.leaves.set()
