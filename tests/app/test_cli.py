@@ -93,6 +93,23 @@ def test_the_printed_python_is_valid() -> None:
     assert "http://[::1]:1/v1" in text
 
 
+def test_lines_to_paste_take_the_key_from_the_environment() -> None:
+    text = ready_text([f"model-{index}" for index in range(9)], "127.0.0.1", 1, needs_key=True)
+    curl = next(line for line in text.splitlines() if line.startswith("curl"))
+    shell = subprocess.run(
+        ["sh", "-c", curl.replace("curl -s", "printf '%s\n'")],
+        capture_output=True,
+        text=True,
+        env={"PUNICA_API_KEY": "a-secret", "PATH": "/bin:/usr/bin"},
+    )
+    assert "authorization: Bearer a-secret\n" in shell.stdout
+    assert text.count("$PUNICA_API_KEY") == 9  # eight models, and the list of all
+    python = text[text.index("import os") :]
+    compile(python, "snippet", "exec")
+    assert 'api_key=os.environ["PUNICA_API_KEY"]' in python
+    assert "PUNICA_API_KEY" not in ready_text(["base"], "127.0.0.1", 1)
+
+
 def test_a_long_list_of_models_is_cut() -> None:
     text = ready_text([f"model-{index}" for index in range(500)], "127.0.0.1", 1)
     assert text.count("curl -s http://127.0.0.1:1/v1/chat") == 8
