@@ -57,7 +57,7 @@ PHI3: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", [name for name in BASES if name != "qwen2, untied"])
 def test_all_formats_in_one_batch_are_pefts(name: str, tmp_path: Path) -> None:
     configs = {**PHI3} if name == "phi3" else {**LAYERS, **VOCABULARY}
     cases = [Case(f"{name}: {case}", config) for case, config in configs.items()]

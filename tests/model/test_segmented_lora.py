@@ -19,21 +19,31 @@ CPU = torch.device("cpu")
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
 
 
-def adapter(index: int, rank: int, paths: str = "qkvo", gain: float = 1.0) -> AdapterWeights:
+def adapter(
+    index: int, rank: int, paths: str = "qkvo", *, size: float = 1.0, gains: str = "", biases: str = ""
+) -> AdapterWeights:
+    """gains, biases: the modules that have a row gain, a bias."""
     generator = torch.Generator().manual_seed(index)
     widths = {"q": 24, "k": 8, "v": 8, "o": 24}
     modules = {
         path: ModuleWeights(
-            gain * torch.randn(rank, 24, generator=generator),
-            gain * torch.randn(widths[path], rank, generator=generator),
+            size * torch.randn(rank, 24, generator=generator),
+            size * torch.randn(widths[path], rank, generator=generator),
             0.5 + index,
+            torch.randn(widths[path], generator=generator) if path in gains else None,
+            torch.randn(widths[path], generator=generator) if path in biases else None,
         )
         for path in paths
     }
     return AdapterWeights(f"key{index}", modules, 0)
 
 
-ADAPTERS = [adapter(i, rank, "qkvo" if i % 3 else "qv") for i, rank in enumerate(RANKS)]
+GAINS = {2: "qo", 5: "k", 7: "qkvo"}
+BIASES = {2: "vo", 5: "q", 4: "o"}
+ADAPTERS = [
+    adapter(i, rank, "qkvo" if i % 3 else "qv", gains=GAINS.get(i, ""), biases=BIASES.get(i, ""))
+    for i, rank in enumerate(RANKS)
+]
 
 
 def segments_of(*runs: tuple[int, int]) -> tuple[Segment, ...]:
@@ -50,7 +60,12 @@ def expected(group: LinearGroup, x: torch.Tensor, y: torch.Tensor, segments: tup
                 module = segment.adapter.modules.get(path)
                 if module is not None:
                     delta = x[row].double() @ module.a.double().T @ module.b.double().T
-                    out[row, offset : offset + width] += module.scale * delta
+                    part = out[row, offset : offset + width]
+                    part += module.scale * delta
+                    if module.row_gain is not None:
+                        part *= module.row_gain.double()
+                    if module.bias is not None:
+                        part += module.bias.double()
                 offset += width
     return out.float()
 
@@ -123,7 +138,7 @@ def test_rows_without_adapter_are_bitwise_unchanged_between_and_around_segments(
 
 
 def test_an_adapter_that_overflows_changes_no_other_row() -> None:
-    huge = adapter(0, 4, gain=1e25)
+    huge = adapter(0, 4, size=1e25)
     segments = (Segment(1, 2, huge), Segment(2, 3, ADAPTERS[1]))
     x, y = torch.randn(3, 24), torch.randn(3, 40)
     wanted = expected(GROUPS[0], x, y, segments[1:])
