@@ -37,7 +37,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _LOADING = "loading the model's weights"
 _LOADED = 0.8
 """Share of the loading that is done when the weights are there."""
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_WEIGHT_FILES = "*.safetensors"
+_HUB_FILES = ["*.json", _WEIGHT_FILES, "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ def load_model(config: EngineConfig, on_progress: Progress = lambda what, fracti
     device = torch.device("cpu")  # refuse_unwired has refused any other
     if device.type == "cpu":
         logger.info("torch uses %d threads", limit_threads())
-    model_dir = resolve_model_dir(config.model, on_progress)
+    model_dir = resolve_model_dir(config.model, on_progress, with_weights=config.load_format != "dummy")
     hf_config = _read_config(model_dir, config.load_format)
     check_supported(hf_config)
     limit = max_model_len(hf_config, config.max_model_len)
@@ -148,7 +149,9 @@ def resolve_dtype(config: EngineConfig, hf_config: Any, device: torch.device) ->
     return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
-def resolve_model_dir(model: str, on_progress: Progress = lambda what, fraction: None) -> Path:
+def resolve_model_dir(
+    model: str, on_progress: Progress = lambda what, fraction: None, *, with_weights: bool = True
+) -> Path:
     """The folder that `model` names: a local one, or a hub repository that is downloaded into the hub's cache."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -156,15 +159,15 @@ def resolve_model_dir(model: str, on_progress: Progress = lambda what, fraction:
     if is_model_path(model):
         raise ConfigError(f"model is {model!r}: there is no such folder.", param="model")
     on_progress(f"downloading {model}", 0.0)
-    return _download(model)
+    return _download(model, _HUB_FILES if with_weights else [name for name in _HUB_FILES if name != _WEIGHT_FILES])
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repository, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model is {repository!r}: there is no such folder here, and the Hugging Face hub did not deliver it "

@@ -326,6 +326,22 @@ def test_a_folder_with_only_a_config_is_loaded_as_a_dummy(tmp_path: Path) -> Non
     assert (loaded.vocab_size, loaded.dtype, loaded.eos_token_ids) == (VOCAB_SIZE, torch.bfloat16, (2,))
 
 
+@pytest.mark.parametrize(("load_format", "with_weights"), [("dummy", False), ("auto", True)])
+def test_of_a_hub_model_the_weights_are_downloaded_only_if_they_are_read(
+    folder: Path, load_format: Any, with_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    load_model(EngineConfig(model="owner/name", device="cpu", load_format=load_format))
+    assert ("*.safetensors" in asked[0]) == with_weights
+    assert "*.json" in asked[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("by_hand")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
