@@ -69,6 +69,8 @@ class Settings:
     adapter_load_timeout: float = _key(60.0, "seconds after which an adapter's load fails its requests")
     prefix_cache: bool = _key(True, "reuse the KV of equal prompt beginnings (same adapter and tenant)")
     sgmv: SgmvBackend = _key("auto", "how LoRA is computed: CUDA kernels, or plain torch (reference)")
+    compile: bool = _key(True, "on a GPU, compile the model's layers at start; false starts sooner and runs slower")
+    cuda_graphs: bool = _key(True, "on a GPU, capture decode steps at start; false starts sooner and runs slower")
     seed: int = _key(-1, "seeds the noise of requests that bring no seed; -1 takes a new one at each start")
     max_queue: int = _key(1024, "sequences that may wait beyond max_num_seqs; more are answered 429")
     max_body_bytes: int = _key(

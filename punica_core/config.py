@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_load_timeout: seconds after which a read that makes no progress fails its requests.
     prefix_cache: reuse KV blocks of equal prefixes of the same adapter and tenant.
     sgmv: how LoRA is computed: "auto" takes CUDA kernels on a GPU, "reference" plain torch.
+    compile / cuda_graphs: on a GPU, compile the model's layers at start, and capture decode steps.
     seed: seeds the noise of requests that bring no seed of their own; -1 takes a new one at each start.
     log_level: least severe log lines that the worker prints.
     """
@@ -67,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_load_timeout: float = 60.0
     prefix_cache: bool = True
     sgmv: SgmvBackend = "auto"
+    compile: bool = True
+    cuda_graphs: bool = True
     seed: int = -1
     log_level: LogLevel = "info"
 

@@ -13,13 +13,15 @@ import transformers
 from punica_core.adapters.format import ModelShapes
 from punica_core.config import EngineConfig, EngineLayout
 from punica_core.engine import noise
-from punica_core.engine.engine import Engine
+from punica_core.engine.engine import Engine, Runner
+from punica_core.engine.gpu_build import build_gpu_parts, runs_on_tables
 from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
 from punica_core.engine.sampler import Sampler
 from punica_core.errors import AdapterUnsupported, ConfigError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
+from punica_core.lora.gpu_tier import GpuAdapterTier
 from punica_core.lora.weights import OpenAdapter, reader_for
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.protocol import AdapterRef
@@ -43,14 +45,13 @@ def build_engine(
     on_adapter_loaded is called on a reader thread whenever an adapter load has ended. open_adapter: where adapters come
     from, by default their folders; benchmarks make them in memory.
     """
-    refuse_unwired(config)
-    loaded = load_model(config, on_progress)
+    device = resolve_device(config)
+    if device.type == "cpu":
+        refuse_unused(config)
+    loaded = load_model(config, on_progress, device)
     free_bytes = free_host_bytes()
-    num_blocks = plan_memory(config, loaded, free_bytes)
     adapter_bytes = config.adapter_host_bytes or int(free_bytes * ADAPTER_FRACTION)
-    layout = layout_of(loaded, num_blocks, adapter_bytes)
-    on_progress("allocating the KV cache", 0.95)
-    adapters = AdapterCache(
+    host = AdapterCache(
         loaded.module_shapes,
         loaded.dtype,
         adapter_bytes,
@@ -59,30 +60,47 @@ def build_engine(
         open_adapter=(open_adapter or reader_for(loaded.base_weights)) if config.lora else refuse_adapter,
         on_loaded=on_adapter_loaded,
     )
+    adapters: AdapterCache | GpuAdapterTier = host
+    runner: Runner
+    if device.type == "cuda" and runs_on_tables(config, loaded):
+        parts = build_gpu_parts(config, loaded, host, on_progress, on_adapter_loaded)
+        adapters, runner, num_blocks = parts.tier or host, parts.runner, parts.plan.num_blocks
+        gpu_bytes = parts.plan.adapter_bytes
+    else:
+        kv_room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes
+        num_blocks = plan_memory(config, loaded, kv_room)
+        on_progress("allocating the KV cache", 0.95)
+        sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids, noise.engine_seed(config.seed))
+        runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), host.weights, sampler)
+        gpu_bytes = 0
+    layout = layout_of(loaded, num_blocks, adapter_bytes, gpu_bytes)
     pool = BlockPool(num_blocks)
     prefix_cache = PrefixCache(pool, layout.block_size) if config.prefix_cache else None
     scheduler = Scheduler(SchedulerLimits.of(config, layout), pool, prefix_cache, adapters)
-    sampler = Sampler(layout.vocab_size, layout.eos_token_ids, noise.engine_seed(config.seed))
-    runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), adapters.weights, sampler)
     return Engine(scheduler, adapters, runner), layout
 
 
-def refuse_unwired(config: EngineConfig) -> None:
-    """Raise ConfigError for keys that ask for what this worker does not do yet, rather than serve without it."""
-    if config.device == "cuda":
+def resolve_device(config: EngineConfig) -> torch.device:
+    """Where the model runs. Raises ConfigError for a GPU that is asked for and not there."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError(
-            "device is cuda, but this version serves on the CPU only; choose auto or cpu. The CUDA kernels can be used "
-            "as a library (docs/library.md).",
+            "device is cuda, but torch finds no NVIDIA GPU here: check `nvidia-smi`, and that torch is a CUDA build "
+            f"(this one is {torch.__version__}); or choose auto or cpu.",
             param="device",
         )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def refuse_unused(config: EngineConfig) -> None:
+    """Raise ConfigError for keys that ask for what plain torch does not have, rather than serve without it."""
     if config.sgmv == "cuda":
-        raise ConfigError(
-            "sgmv is cuda, but the worker does not use the CUDA kernels yet; choose auto or reference.", param="sgmv"
-        )
+        raise ConfigError("sgmv is cuda, but the model runs on the CPU; choose auto or reference.", param="sgmv")
     if config.adapter_gpu_bytes:
         raise ConfigError(
-            f"adapter_gpu_bytes is {config.adapter_gpu_bytes}, but adapters are not kept on a GPU yet; leave it at 0 "
-            "and set adapter_host_bytes.",
+            f"adapter_gpu_bytes is {config.adapter_gpu_bytes}, but adapters are kept on a GPU only where the CUDA "
+            "kernels run; leave it at 0 and set adapter_host_bytes.",
             param="adapter_gpu_bytes",
         )
 
@@ -92,7 +110,7 @@ def refuse_adapter(ref: AdapterRef, shapes: ModelShapes, dtype: torch.dtype, max
     raise AdapterUnsupported("this server serves the base model alone (lora is false).")
 
 
-def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> EngineLayout:
+def layout_of(loaded: LoadedModel, num_blocks: int, host_bytes: int, gpu_bytes: int) -> EngineLayout:
     """What was computed from configuration and model, as it is reported to the front end."""
     return EngineLayout(
         model_dir=str(loaded.model_dir),
@@ -104,7 +122,8 @@ def layout_of(loaded: LoadedModel, num_blocks: int, adapter_bytes: int) -> Engin
         max_model_len=loaded.max_model_len,
         num_blocks=num_blocks,
         base_bytes=loaded.base_bytes,
-        adapter_host_bytes=adapter_bytes,
+        adapter_host_bytes=host_bytes,
+        adapter_gpu_bytes=gpu_bytes,
         torch_version=str(torch.__version__),
         transformers_version=str(transformers.__version__),
     )

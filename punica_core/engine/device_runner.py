@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,9 @@ class StepAttentionPlanner(Protocol):
 class PendingSamples(Protocol):
     """Tokens being sampled."""
 
-    token_ids: Tensor
-    """int64 [B] on the device."""
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [B] on the device."""
 
     def result(self) -> list[SampledToken | None]:
         """Waits for the device. None for a row whose logits are not all finite (-inf is)."""
@@ -87,15 +88,18 @@ class DeviceRunner:
         with torch.inference_mode():
             self._run(self._packer.pack_padding(num_rows), with_lora)
 
-    def capture(self, sizes: Sequence[int], logits: Tensor) -> None:
+    def capture(
+        self, sizes: Sequence[int], logits: Tensor, on_progress: Callable[[float], None] = lambda share: None
+    ) -> None:
         """Capture decode steps of the given batch sizes. logits: [max size, V], the graphs' output.
 
-        The KV cache, the tables and the arena must be those that will serve.
+        The KV cache, the tables and the arena must be those that will serve. on_progress: told the share that is done.
         """
         graphs = DecodeGraphs(sorted(sizes), logits)
         families = (True, False) if self._lora is not None else (False,)
         with torch.inference_mode():
-            for size in sorted(sizes, reverse=True):
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                on_progress(done / len(sizes))
                 batch = self._packer.pack((), {}, size, in_graph=True)
                 self._begin(batch)
                 for with_lora in families:

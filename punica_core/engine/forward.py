@@ -49,7 +49,8 @@ class ModelForward:
         try:
             output = loaded.model(
                 input_ids=batch.words.index_select(0, batch.sources)[None],
-                position_ids=batch.positions[None],
+                # A tensor of its own: compiled code would tell apart where in the tables it lies.
+                position_ids=batch.positions[None].long(),
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
                 paged=self._attention,

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is (0 to 1)."""
 
+CPU = torch.device("cpu")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOADING = "loading the model's weights"
 _LOADED = 0.8
@@ -77,9 +79,12 @@ class LoadedModel:
         return ModelBaseWeights(self.model)
 
 
-def load_model(config: EngineConfig, on_progress: Progress = lambda what, fraction: None) -> LoadedModel:
-    """Load `config.model`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
-    device = torch.device("cpu")  # refuse_unwired has refused any other
+def load_model(
+    config: EngineConfig,
+    on_progress: Progress = lambda what, fraction: None,
+    device: torch.device = CPU,
+) -> LoadedModel:
+    """Load `config.model` onto `device`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
     if device.type == "cpu":
         logger.info("torch uses %d threads", limit_threads())
     model_dir = resolve_model_dir(config.model, on_progress, with_weights=config.load_format != "dummy")

@@ -1,0 +1,215 @@
+"""Builds the part of an engine that runs on an NVIDIA GPU: attention, adapters, memory, compiled code, graphs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from punica_core.config import BLOCK_SIZE, EngineConfig
+from punica_core.engine import device_memory, noise
+from punica_core.engine.device_runner import DeviceRunner
+from punica_core.engine.device_sampler import DeviceSampler
+from punica_core.engine.forward import ModelForward
+from punica_core.engine.graphs import graph_sizes
+from punica_core.engine.memory_plan import MemoryDemand, MemoryPlan, graph_bytes, plan_gpu_memory
+from punica_core.engine.runner import allocate_kv_cache, kv_bytes_per_block
+from punica_core.engine.step_batch import StepPacker
+from punica_core.errors import ConfigError
+from punica_core.lora.cache import AdapterCache
+from punica_core.lora.gpu_tier import GpuAdapterTier
+from punica_core.lora.table_step import TableLoRA, bind_tables
+from punica_core.lora.tables import AdapterTables, Arena
+from punica_core.model.attention_op import GatheredAttention, OpAttention
+from punica_core.model.flashinfer import FlashInferAttention, unsupported_reason
+from punica_core.model.loader import LoadedModel
+from punica_core.ops import cuda
+from punica_core.ops.build import BuildError
+from punica_core.ops.layout import MAX_RANK
+
+logger = logging.getLogger(__name__)
+
+COMPILE_CACHE = Path.home() / ".cache" / "punica" / "compiled"
+"""Where torch keeps what it compiled, unless TORCHINDUCTOR_CACHE_DIR says otherwise."""
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuParts:
+    """What an engine on a GPU is made of. tier: None without LoRA."""
+
+    runner: DeviceRunner
+    tier: GpuAdapterTier | None
+    plan: MemoryPlan
+
+
+def runs_on_tables(config: EngineConfig, loaded: LoadedModel) -> bool:
+    """Whether the GPU's own runner serves: in 16 bits, unless plain torch is asked for.
+
+    Raises ConfigError for what is asked for and cannot be.
+    """
+    is_half = loaded.dtype in (torch.bfloat16, torch.float16)
+    if config.sgmv == "cuda" and not is_half:
+        raise ConfigError(
+            f"sgmv is cuda, but the kernels take bfloat16 and float16, and dtype is {loaded.dtype}.", param="sgmv"
+        )
+    if is_half and config.sgmv != "reference":
+        return True
+    logger.warning("LoRA and attention run in plain torch on the GPU: for debugging, not for speed.")
+    return False
+
+
+def build_gpu_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    host: AdapterCache,
+    on_progress: Progress,
+    on_adapter_loaded: Callable[[], None],
+) -> GpuParts:
+    """Measure, plan and allocate the memory; compile and capture. After it nothing is compiled and memory stays put.
+
+    Raises ConfigError when the memory does not suffice, or for what is missing or unsupported.
+    """
+    load_kernels(config)
+    prepare_compiler()
+    device = loaded.device
+    builder = _Builder(config, loaded)
+    on_progress("compiling the model's layers", 0.85)
+    activations = builder.measure_activations()
+    sizes = builder.sizes
+    demand = MemoryDemand(
+        total=device_memory.total_bytes(device),
+        elsewhere=device_memory.bytes_elsewhere(device),
+        weights=loaded.base_bytes,
+        activations=activations,
+        workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes,
+        graphs=graph_bytes(len(sizes) * (2 if config.lora else 1), loaded.kv_shape.num_layers),
+        block_bytes=kv_bytes_per_block(loaded),
+        max_model_len=loaded.max_model_len,
+    )
+    plan = plan_gpu_memory(config, demand)
+    for line in plan.describe():
+        logger.info(line)
+    tier = None
+    if config.lora:
+        tier = GpuAdapterTier(
+            host,
+            loaded.groups,
+            plan.adapter_bytes,
+            dtype=loaded.dtype,
+            device=device,
+            on_loaded=on_adapter_loaded,
+        )
+    runner = builder.build(plan.num_blocks, tier)
+    on_progress("capturing CUDA graphs", 0.92)
+    builder.capture(runner, on_progress)
+    return GpuParts(runner, tier, plan)
+
+
+def load_kernels(config: EngineConfig) -> None:
+    """Register the SGMV kernels. Raises ConfigError for a rank they do not reach, or if there are none."""
+    if config.lora and config.max_lora_rank > MAX_RANK:
+        raise ConfigError(
+            f"max_lora_rank is {config.max_lora_rank}; the kernels serve ranks up to {MAX_RANK}. Lower it, or set "
+            "`sgmv: reference`.",
+            param="max_lora_rank",
+        )
+    try:
+        cuda.load()
+    except BuildError as error:
+        raise ConfigError(str(error), param="sgmv") from error
+
+
+def prepare_compiler() -> None:
+    """Have torch keep what it compiles where a later start finds it."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILE_CACHE))
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
+
+
+class _Builder:
+    """The parts, first with a cache and an arena that only just suffice to measure a step, then with the real ones."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._max_seqs = config.max_num_seqs
+        reason = unsupported_reason(loaded.dtype, loaded.kv_shape.head_dim)
+        if reason is not None:
+            logger.warning(
+                "Attention runs in plain torch and without CUDA graphs, since FlashInfer cannot: %s.", reason
+            )
+        has_graphs = config.cuda_graphs and reason is None
+        self.sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
+        cache = allocate_kv_cache(loaded, 1)
+        if reason is None:
+            largest = max([self._max_seqs, *self.sizes])
+            specs = loaded.attention_specs
+            self._attention: FlashInferAttention | GatheredAttention = FlashInferAttention(
+                cache, loaded.num_heads, specs, largest
+            )
+        else:
+            self._attention = GatheredAttention(cache, loaded.attention_specs)
+        self._op = OpAttention(self._attention)
+        self._sampler = DeviceSampler(loaded.vocab_size, loaded.eos_token_ids, noise.engine_seed(config.seed))
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of the graphs' output, and of one copy in fp32, which rows that edit their logits need."""
+        return max([self._max_seqs, *self.sizes]) * self._loaded.vocab_size * (int(self._loaded.dtype.itemsize) + 4)
+
+    def measure_activations(self) -> int:
+        """Bytes that a step of full size takes at its peak. Compiles what prompts need."""
+        loaded = self._loaded
+        paths = [path for group in loaded.groups for path in group.paths]
+        arena = Arena(16, dtype=loaded.dtype, device=loaded.device)
+        tables = AdapterTables(len(paths), 1, device=loaded.device)
+        lora = self._lora(tables, arena) if self._config.lora else None
+        runner = self._runner(lora, padding_block=0)
+
+        def run() -> None:
+            for with_lora in (False, True) if lora is not None else (False,):
+                runner.warm_up(self._config.max_num_batched_tokens, with_lora)
+
+        run()  # what compiling takes is no part of a step
+        return device_memory.peak_bytes(loaded.device, run)
+
+    def build(self, num_blocks: int, tier: GpuAdapterTier | None) -> DeviceRunner:
+        """The runner with a cache of `num_blocks` blocks, and one more that padding reads."""
+        self._attention.set_cache(allocate_kv_cache(self._loaded, num_blocks + 1))
+        lora = self._lora(tier.tables, tier.arena) if tier is not None else None
+        return self._runner(lora, padding_block=num_blocks)
+
+    def capture(self, runner: DeviceRunner, on_progress: Progress) -> None:
+        """Capture all decode steps, the largest first."""
+        if not self.sizes:
+            return
+        logits: Tensor = torch.empty(
+            max(self.sizes), self._loaded.vocab_size, dtype=self._loaded.dtype, device=self._loaded.device
+        )
+        runner.capture(self.sizes, logits, lambda share: on_progress("capturing CUDA graphs", 0.92 + 0.08 * share))
+
+    def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
+        bind_tables(self._loaded.model, self._loaded.groups, tables)
+        rows = max(self._config.max_num_batched_tokens, *self.sizes, 2)
+        return TableLoRA(tables, arena, max_rows=rows, max_rank=self._config.max_lora_rank)
+
+    def _runner(self, lora: TableLoRA | None, padding_block: int) -> DeviceRunner:
+        loaded, config = self._loaded, self._config
+        max_seqs = max([self._max_seqs, *self.sizes])
+        packer = StepPacker(
+            loaded.device,
+            block_size=BLOCK_SIZE,
+            max_rows=max(config.max_num_batched_tokens, max_seqs),
+            max_seqs=max_seqs,
+            max_blocks=max_seqs * -(-loaded.max_model_len // BLOCK_SIZE),
+            padding_block=padding_block,
+        )
+        forward = ModelForward(loaded, self._op, lora, compiled=config.compile)
+        return DeviceRunner(packer, self._attention, lora, forward, self._sampler)
