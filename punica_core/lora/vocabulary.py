@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -88,6 +89,8 @@ def _add_lora(token_ids: Tensor, y: Tensor, weights: ModuleWeights) -> None:
 
 def _put_rows(token_ids: Tensor, y: Tensor, trained: TrainedRows) -> None:
     """Rows of y whose token was trained become that token's row."""
-    places, found = (token_ids.cpu()[:, None] == trained.token_ids).nonzero(as_tuple=True)
+    known, ids = trained.token_ids, token_ids.cpu()
+    found = torch.searchsorted(known, ids).clamp_(max=known.numel() - 1)
+    places = (known[found] == ids).nonzero().squeeze(1)
     if places.numel():
-        y[places.to(y.device)] = trained.rows[found].to(y.device)
+        y[places.to(y.device)] = trained.rows[found[places]].to(y.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from punica_core.adapters.files import CONFIG_NAME, WEIGHTS_NAME, SourceFile
 from punica_core.adapters.fit import AdapterFit, fit_adapter
-from punica_core.adapters.format import LoraModule, ModelShapes, read_manifest
+from punica_core.adapters.format import LoraModule, ModelShapes, TokenRows, read_manifest
 from punica_core.adapters.header import TensorEntry
 from punica_core.adapters.names import TensorRole
 from punica_core.errors import AdapterUnsupported
@@ -33,7 +33,7 @@ from punica_core.protocol import AdapterRef
 
 @dataclass(frozen=True, slots=True)
 class TrainedRows:
-    """Rows that stand in place of the base's. token_ids: int64 [n], all different; rows: [n, H]."""
+    """Rows that stand in place of the base's. token_ids: int64 [n], ascending, all different; rows: [n, H]."""
 
     token_ids: Tensor
     rows: Tensor
@@ -117,7 +117,7 @@ class AdapterReader:
                 if base is None and self.fit.needs_base:
                     raise AdapterUnsupported(
                         f"it has {self.fit.needs_base}, for which the base model's numbers are needed; only the server "
-                        "has them."
+                        "has them. (Copies of the base's weights are left out with save_embedding_layers=False.)"
                     )
             except Exception:
                 self._file.close()
@@ -232,10 +232,7 @@ def _vocabulary(fit: AdapterFit, assembler: Assembler) -> VocabularyWeights | No
         return None
     head, embedding = fit.shapes.head, fit.shapes.embedding
     matrices = {path: assembler.replaced(path, "saved") for path in fit.saved}
-    rows = {
-        path: TrainedRows(torch.tensor(trained.token_ids), assembler.replaced(path, "rows"))
-        for path, trained in fit.token_rows.items()
-    }
+    rows = {path: _trained_rows(trained, assembler.replaced(path, "rows")) for path, trained in fit.token_rows.items()}
     return VocabularyWeights(
         embedding=assembler.embedding(),
         embedding_matrix=matrices.get(str(embedding)),
@@ -243,6 +240,11 @@ def _vocabulary(fit: AdapterFit, assembler: Assembler) -> VocabularyWeights | No
         head_matrix=matrices.get(str(head)),
         head_rows=rows.get(str(head)),
     )
+
+
+def _trained_rows(trained: TokenRows, rows: Tensor) -> TrainedRows:
+    token_ids, order = torch.tensor(trained.token_ids).sort()
+    return TrainedRows(token_ids, rows.copy_(rows[order]))
 
 
 def _fingerprint(module: LoraModule) -> bytes:

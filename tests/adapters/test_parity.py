@@ -134,6 +134,11 @@ HARMLESS: dict[str, Callable[[Path], None]] = {
     ),
     "older keys": lambda folder: edit_config(folder, enable_lora=None, merge_weights=False),
     "target_modules all-linear": lambda folder: edit_config(folder, target_modules="all-linear"),
+    "target_modules by expression": lambda folder: edit_config(folder, target_modules=r".*\.(q|k|v)_proj"),
+    "modules that are left out": lambda folder: edit_config(folder, exclude_modules=["lm_head"], layers_pattern=None),
+    "how it was trained": lambda folder: edit_config(
+        folder, lora_dropout=0.1, init_lora_weights="eva", eva_config={"rho": 2.0}, loftq_config={}
+    ),
     "target_modules with dots": lambda folder: edit_config(
         folder, target_modules=["self_attn.q_proj", "model.layers.0.self_attn.k_proj"]
     ),

@@ -8,11 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupported
-from tests.support.adapter_formats import BASES, PROMPT, Case, errors_against_peft, load_for
-from tests.support.driven_runner import DrivenRunner
-from tests.support.peft_adapters import adapter_ref, edit_config, edit_tensors, save_peft_adapter, tiny_llama
+from punica_core.lora.cache import AdapterCache
+from punica_core.lora.plan import Segment
+from punica_core.lora.segmented import SegmentedLoRA
+from punica_core.lora.weights import AdapterWeights, load_adapter, reader_for
+from punica_core.model.probe import AttentionProbe
+from tests.support.adapter_formats import BASES, PROMPT, Case, errors_against_peft, load_for, peft_of
+from tests.support.adapter_loading import granted
+from tests.support.driven_runner import DrivenRunner, random_prompt
+from tests.support.peft_adapters import (
+    adapter_ref,
+    edit_config,
+    edit_tensors,
+    peft_warnings_ignored,
+    save_peft_adapter,
+    tiny_llama,
+)
 
 TOLERANCE = 1e-4
 Q = ["q_proj"]
@@ -215,9 +229,71 @@ def test_logits_of_prompts_use_the_head_of_their_own_adapter(tmp_path: Path) -> 
     assert all(not torch.allclose(a, b, atol=0.01) for i, a in enumerate(chosen) for b in chosen[:i])
 
 
-def test_without_the_base_plain_lora_loads_all_the_same(tmp_path: Path) -> None:
-    from punica_core.lora.weights import load_adapter
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_initialisation_that_changes_the_base_is_served_once_converted(tmp_path: Path, init: str) -> None:
+    folder, initial = tmp_path / "adapter", tmp_path / "initial"
+    with peft_warnings_ignored():
+        trained = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
+        trained.peft_config["default"].init_lora_weights = True
+        trained.save_pretrained(initial)
+        trained.peft_config["default"].init_lora_weights = init
+        with torch.no_grad():
+            for name, parameter in trained.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            wanted = trained(torch.tensor([PROMPT])).logits[0, -1]
+        trained.save_pretrained(tmp_path / "as it is")
+        trained.save_pretrained(folder, path_initial_model_for_weight_conversion=str(initial))
+    driven = DrivenRunner(tiny_llama())
+    driven.adapters[0] = load_for(driven.loaded, folder)
+    sequences = [driven.sequence(PROMPT, slot) for slot in (0, -1)]
+    driven.step(sequences)
+    got, plain = (driven.logits_of(sequence)[0] for sequence in sequences)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+    assert (got - plain).abs().max() > 0.1
+    with pytest.raises(AdapterUnsupported, match=f"init_lora_weights is '{init}'"):
+        load_for(driven.loaded, tmp_path / "as it is")
 
+
+def test_in_bfloat16_no_format_is_twice_as_far_off_as_peft(tmp_path: Path) -> None:
+    """Against PEFT in fp32, on all rows of a prompt at once."""
+    base = BASES["qwen2, untied"]
+    driven = DrivenRunner(base().bfloat16())
+    ids = random_prompt(48, base().config.vocab_size)
+    ratios = {}
+    for slot, (name, config) in enumerate({**LAYERS, **VOCABULARY}.items()):
+        folder = save_peft_adapter(tmp_path / name, base(), seed=slot, std=0.08, **config)
+        weights = load_for(driven.loaded, folder)
+        exact, half = peft_of(folder, base)(ids), peft_of(folder, lambda: base().bfloat16())(ids).float()
+        ours = all_logits(driven, weights, ids)
+        ratios[name] = float((ours - exact).square().mean().sqrt() / (half - exact).square().mean().sqrt())
+    assert {name: ratio for name, ratio in ratios.items() if ratio > 2} == {}
+
+
+def all_logits(driven: DrivenRunner, weights: AdapterWeights, token_ids: list[int]) -> torch.Tensor:
+    """[T, V] fp32 logits of a prompt under one adapter, by the model as it serves."""
+    loaded, segments = driven.loaded, (Segment(0, len(token_ids), weights),)
+    lora = SegmentedLoRA(loaded.groups, 0, loaded.device, loaded.head)
+    loaded.lora.step, loaded.head_lora.step = lora.step(segments), lora.head_step(segments)
+    loaded.embedding_lora.step = lora.embedding_step(segments)
+    probe = {"input_ids": torch.tensor([token_ids]), "position_ids": torch.arange(len(token_ids))[None]}
+    with torch.inference_mode():
+        logits: torch.Tensor = loaded.model(**probe, use_cache=False, paged=AttentionProbe()).logits[0].float()
+    loaded.lora.step = loaded.head_lora.step = loaded.embedding_lora.step = None
+    return logits
+
+
+def test_the_cache_hands_out_what_needs_the_base(tmp_path: Path) -> None:
+    loaded = DrivenRunner(tiny_llama()).loaded
+    folder = save_peft_adapter(tmp_path / "adapter", target_modules=["q_proj", "lm_head"], use_dora=True)
+    cache = AdapterCache(loaded.module_shapes, loaded.dtype, 10_000_000, open_adapter=reader_for(loaded.base_weights))
+    weights = cache.weights(granted(cache, adapter_ref(folder)).slot)
+    assert weights.key == load_for(loaded, folder).key
+    assert cache.stats().bytes_used == weights.nbytes
+    cache.close()
+
+
+def test_without_the_base_plain_lora_loads_all_the_same(tmp_path: Path) -> None:
     loaded = DrivenRunner(tiny_llama()).loaded
     folder = save_peft_adapter(tmp_path / "adapter", r=3)
     alone = load_adapter(adapter_ref(folder), loaded.module_shapes, torch.float32, 256)
