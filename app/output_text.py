@@ -36,12 +36,15 @@ class OutputText:
     Tokens that the engine generated beyond it (it learns of it by our cancel) are neither given out nor counted. Stop
     strings are looked for once min_tokens are there.
 
+    include_stop: stop strings and stop tokens are part of the text. list_stop_token: the logprobs have an entry for the
+    stop token also when the text has none of it.
     finish_reason: set when the end is known. is_read: the last piece was taken.
     """
 
     __slots__ = (
         "_detokenizer",
         "_keep_stop_token",
+        "_list_stop_token",
         "_logprob_sum",
         "_min_tokens",
         "_ready",
@@ -59,6 +62,7 @@ class OutputText:
         *,
         stops: Sequence[str] = (),
         include_stop: bool = False,
+        list_stop_token: bool = False,
     ) -> None:
         self.stream = stream
         self.completion_tokens = 0
@@ -67,6 +71,7 @@ class OutputText:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._keep_stop_token = include_stop
+        self._list_stop_token = list_stop_token
         self._min_tokens = stream.request.sampling.min_tokens
         self._logprob_sum = 0.0
         self._ready = Piece("")
@@ -103,7 +108,7 @@ class OutputText:
             return Piece(self._detokenizer.push(token_ids), logprobs)
         shown = self._shown(token_ids)
         text = self._detokenizer.push(shown) + self._detokenizer.flush()
-        return Piece(text, logprobs[: len(shown)], self._end(ended))
+        return Piece(text, self._listed(logprobs, shown), self._end(ended))
 
     def _look_for_stop(self) -> bool:
         """Take what arrived. Returns whether it completed a stop string: then the sequence is over."""
@@ -140,7 +145,7 @@ class OutputText:
             return Piece("".join(texts), logprobs)
         text, found = stops.push(self._detokenizer.flush())
         texts += [text] if found else [text, stops.flush()]
-        return Piece("".join(texts), logprobs[: len(shown)], self._end(ended))
+        return Piece("".join(texts), self._listed(logprobs, shown), self._end(ended))
 
     def _add(self, logprobs: list[TokenLogprobs]) -> None:
         for entry in logprobs:
@@ -153,6 +158,9 @@ class OutputText:
         if by_token and token_ids and not self._keep_stop_token:
             return token_ids[:-1]
         return token_ids
+
+    def _listed(self, logprobs: list[TokenLogprobs], shown: list[int]) -> list[TokenLogprobs]:
+        return logprobs if self._list_stop_token else logprobs[: len(shown)]
 
     def _end(self, reason: FinishReason) -> str:
         if reason not in _ENDS_OF_TEXT:

@@ -137,6 +137,7 @@ class Admission:
                 self.service.tokenizer.detokenizer(skip_special_tokens=skip_special, prompt_ids=prompt_ids(sequence)),
                 stops=body.stop_strings,
                 include_stop=bool(body.include_stop_str_in_output),
+                list_stop_token=isinstance(body, CompletionRequest),
             )
             for sequence in flight.sequences
         ]

@@ -59,6 +59,21 @@ async def test_echo_and_prompt_logprobs_each_keep_their_own_number_of_alternativ
     assert server.engine.submissions[0][0].sampling.prompt_logprobs == 3
 
 
+@pytest.mark.parametrize("stop", [None, ["zzz"]])
+async def test_a_completions_stop_token_has_a_logprob_and_a_chats_has_none(
+    make_server: MakeServer, stop: list[str] | None
+) -> None:
+    async with make_server(reply=lambda sequence: []) as server:  # it ends at once
+        scored = await server.complete(prompt="hey", echo=True, logprobs=1, max_tokens=1, stop=stop)
+        chat = await server.chat(logprobs=True, stop=stop)
+    (choice,) = scored.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hey", "stop")
+    assert choice["logprobs"]["tokens"] == ["h", "e", "y", "<|im_end|>"]
+    assert {len(entries) for entries in choice["logprobs"].values()} == {4}
+    assert choice["logprobs"]["text_offset"][-1] == 3
+    assert chat.json()["choices"][0]["logprobs"]["content"] == []
+
+
 def by_seed(sequence: NewSequence) -> Any:
     return TOKENIZER.encode(f"seed {sequence.sampling.seed}").ids
 
