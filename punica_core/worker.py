@@ -182,9 +182,12 @@ def _build(channel: Channel, config: EngineConfig) -> tuple[Engine, EngineLayout
 
     gc.freeze()
     gc.enable()
-    return build_engine(
+    built = build_engine(
         config, lambda what, fraction: channel.send(protocol.Progress(what, fraction)), channel.wake.set
     )
+    gc.collect()
+    gc.freeze()  # the model lives as long: no collection between two steps need look through it
+    return built
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,8 @@
 
     python -m punica_core.bench.scheduler
 
-CPU time of the thread, median of the steps after the prompts are prefilled. Needs neither torch nor a model.
+CPU time of the thread, median of the steps after the prompts are prefilled. Each step is planned while the one before
+is in flight, as for a GPU. Needs neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.protocol import AdapterRef, FileSignature, NewSequence, SamplingParams
 from punica_core.scheduler.limits import SchedulerLimits
-from punica_core.scheduler.plan import AdapterGrant, SampledToken, SkipReason, StepResult
+from punica_core.scheduler.plan import AdapterGrant, SampledToken, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 
 NUM_ADAPTERS = 16
@@ -54,19 +55,25 @@ def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0) -
         scheduler.add(_request(request_id, warm[request_id % NUM_ADAPTERS]), now=0.0)
     for request_id in range(num_cold):
         scheduler.add(_request(-1 - request_id, cold[request_id % NUM_COLD_ADAPTERS]), now=0.0)
+    in_flight = scheduler.schedule(0.0)
     while scheduler.counters.decode_tokens == 0 or scheduler.stats().running < num_running:
-        _step(scheduler, now=0.0)
-    return statistics.median(_step(scheduler, now=0.001 * step) for step in range(STEPS))
+        in_flight, _seconds = _step(scheduler, in_flight, now=0.0)
+    times = []
+    for step in range(STEPS):
+        in_flight, seconds = _step(scheduler, in_flight, now=0.001 * step)
+        times.append(seconds)
+    return statistics.median(times)
 
 
-def _step(scheduler: Scheduler, now: float) -> float:
+def _step(scheduler: Scheduler, in_flight: StepPlan, now: float) -> tuple[StepPlan, float]:
+    """Plan a step, then end the one before. Returns the plan and the seconds that took."""
     start = time.thread_time()
     plan = scheduler.schedule(now)
     decided = time.thread_time() - start
-    result = StepResult(sampled={row.sequence.request_id: SampledToken(5) for row in plan.rows if row.samples})
+    result = StepResult(sampled={row.sequence.request_id: SampledToken(5) for row in in_flight.rows if row.samples})
     start = time.thread_time()
-    scheduler.update(plan, result, now)
-    return decided + time.thread_time() - start
+    scheduler.update(in_flight, result, now)
+    return plan, decided + time.thread_time() - start
 
 
 def _request(request_id: int, adapter: AdapterRef) -> NewSequence:
@@ -88,7 +95,7 @@ def _refs(name: str, count: int) -> list[AdapterRef]:
 
 def main() -> None:
     """Print one line a case."""
-    cases = [(64, 0, 0), (64, 1000, 0), (64, 0, 1000), (256, 0, 0)]
+    cases = [(64, 0, 0), (64, 1000, 0), (64, 0, 1000), (128, 0, 0), (256, 0, 0)]
     print("running  no seat  cold   ms a step")
     for num_running, num_waiting, num_cold in cases:
         seconds = step_seconds(num_running, num_waiting=num_waiting, num_cold=num_cold)

@@ -87,7 +87,7 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
-class SampledToken(msgspec.Struct, frozen=True):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The next token of a sequence; logprobs if it asked for them."""
 
     token_id: int
