@@ -11,15 +11,47 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
+from punica_core.engine.engine import Runner
 from punica_core.protocol import AdapterRef, NewSequence, SamplingParams, StepStats
+from punica_core.scheduler.plan import StepPlan, StepResult
+from punica_core.scheduler.sequence import Status
 from tests.support.peft_adapters import adapter_ref, save_peft_adapter, tiny_llama
 
 Tokens = dict[int, list[int]]
 RANKS = {"a": 4, "b": 8, "c": 16}
+
+
+class LateRunner:
+    """Computes a step when its result is asked for, which is after the next one was launched.
+
+    By then the tokens of pending rows are known, except those of sequences that have ended.
+    """
+
+    runs_ahead = True
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.num_pending = 0
+
+    def launch(self, plan: StepPlan) -> LateStep:
+        self.num_pending += sum(row.pending for row in plan.rows)
+        return LateStep(self._runner, plan)
+
+
+class LateStep:
+    def __init__(self, runner: Runner, plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        live = (row for row in self._plan.rows if row.sequence.status is not Status.FINISHED)
+        plan = StepPlan(tuple(msgspec.structs.replace(row, pending=False) for row in live))
+        return self._runner.launch(plan).result()
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +84,15 @@ def requests(adapters: list[AdapterRef | None]) -> list[NewSequence]:
     ]
 
 
-def serve(base: Path, *batches: list[NewSequence], **options: Any) -> tuple[Tokens, StepStats]:
+def serve(
+    base: Path, *batches: list[NewSequence], runs_ahead: bool = False, **options: Any
+) -> tuple[Tokens, StepStats]:
     """Run each batch to its end, one after the other, on one engine whose time is its steps."""
     defaults = {"kv_tokens": 4096, "max_num_batched_tokens": 512, "prefix_cache": False}
     config = EngineConfig(model=str(base), device="cpu", max_model_len=128, **(defaults | options))
     engine, _layout = build_engine(config, lambda what, fraction: None, lambda: None)
+    if runs_ahead:
+        engine._runner = late = LateRunner(engine._runner)
     tokens: Tokens = {request.request_id: [] for batch in batches for request in batch}
     now = 0.0
     for batch in batches:
@@ -69,6 +105,8 @@ def serve(base: Path, *batches: list[NewSequence], **options: Any) -> tuple[Toke
                 tokens[output.request_id] += output.token_ids
             if not executed:
                 time.sleep(0.001)  # an adapter loads
+    if runs_ahead:
+        assert late.num_pending > sum(map(len, tokens.values())) / 4, "the case did not run ahead"
     return tokens, engine.stats()
 
 
@@ -126,8 +164,9 @@ def test_a_prefix_hit_equals_a_miss(base: Path, requests: list[NewSequence], sol
     assert {i: tokens[100 + i] for i in solo} == solo
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 def test_room_for_one_adapter_at_a_time_equals_solo(
-    base: Path, requests: list[NewSequence], alone: tuple[Tokens, StepStats]
+    base: Path, requests: list[NewSequence], alone: tuple[Tokens, StepStats], runs_ahead: bool
 ) -> None:
     """Also few blocks, which the prefix cache competes for, and small steps."""
     expected, stats_of_all = alone
@@ -140,6 +179,34 @@ def test_room_for_one_adapter_at_a_time_equals_solo(
         max_num_seqs=6,
         max_num_batched_tokens=16,
         adapter_host_bytes=largest,
+        runs_ahead=runs_ahead,
     )
     assert stats.adapter_evictions >= 2
     assert tokens == expected
+
+
+def test_running_ahead_equals_solo(base: Path, requests: list[NewSequence], solo: Tokens) -> None:
+    """All else at once: chunks, few blocks, and sequences that end at a stop id while the step behind has them."""
+    stopped = [
+        msgspec.structs.replace(
+            request,
+            request_id=100 + request.request_id,
+            sampling=msgspec.structs.replace(request.sampling, stop_token_ids=(solo[request.request_id][7],)),
+        )
+        for request in requests
+    ]
+    tokens, stats = serve(
+        base,
+        requests[:4],  # brings the adapters in, so that the rest is the same work in every run
+        [*requests[4:], *stopped],
+        runs_ahead=True,
+        prefix_cache=True,
+        kv_tokens=192,
+        max_num_batched_tokens=64,
+    )
+    assert stats.preemptions > 0
+    assert stats.prefix_hit_tokens > 0
+    for request in requests:
+        expected = solo[request.request_id]
+        assert tokens[request.request_id] == expected
+        assert tokens[100 + request.request_id] == expected[: expected.index(expected[7]) + 1]
