@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from punica_core import ops
 from tests.support.lora_batch import LoraBatch, make_batch, rows_of
 from tests.support.numerics import assert_as_exact_as_torch
 
@@ -62,6 +63,36 @@ def test_rows_beyond_the_step_keep_their_bits_under_a_padded_graph() -> None:
     graph.replay()
     assert torch.equal(out[5:], batch.y[5:])
     assert not torch.equal(out[:5], batch.y[:5])
+
+
+def test_a_product_beside_shrink_changes_no_bit() -> None:
+    batch = batch_of()
+    weight = torch.randn(batch.y.size(1), batch.x.size(1), dtype=batch.x.dtype, device="cuda") / 32
+    common = (batch.arena.buffer, batch.table, batch.plan.plan)
+    out = torch.empty_like(batch.y)
+
+    def layer(*, beside: bool) -> None:
+        ops.lora_shrink(batch.v, batch.x, *common, batch.max_rank, beside=beside)
+        torch.mm(batch.x, weight.t(), out=out)
+        ops.lora_expand(out, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank)
+
+    graphs = []
+    for beside in (False, True):
+        layer(beside=beside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                layer(beside=beside)
+        graphs.append(graph)
+    graphs[0].replay()
+    want = out.clone()
+    assert not torch.equal(want, batch.x @ weight.t())
+    for _ in range(20):
+        batch.v.fill_(torch.nan)
+        out.fill_(torch.nan)
+        graphs[1].replay()
+        assert torch.equal(out, want)
 
 
 def test_ten_thousand_random_mixes_do_not_hang() -> None:

@@ -171,6 +171,16 @@ def test_the_wrong_slot_gives_a_wrong_answer(device, dtype) -> None:
 
 
 @targets
+def test_shrink_beside_what_follows_leaves_the_same(device, dtype) -> None:
+    batch = make_batch(rows_of([3, 5]), ranks=[8, 16], dtype=dtype, device=device)
+    want, got = batch.apply(), batch.y.clone()
+    common = (batch.arena.buffer, batch.table, batch.plan.plan)
+    ops.lora_shrink(batch.v, batch.x, *common, batch.max_rank, beside=True)
+    ops.lora_expand(got, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank)
+    assert torch.equal(got, want)
+
+
+@targets
 def test_the_same_batch_twice_is_bitwise_equal(device, dtype) -> None:
     batch = make_batch(rows_of([1, 30, 9]), in_features=2048, out_features=(520,), dtype=dtype, device=device)
     assert torch.equal(batch.apply(), batch.apply())

@@ -94,6 +94,11 @@ __device__ inline int4 load_metadata(int4 const* pointer) {
   return out;
 }
 
+// Have the multiprocessor's memory serve as shared memory rather than as L1 cache.
+inline cudaError_t prefer_shared_memory(void const* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 // `shared_bytes` of dynamic shared memory may exceed the 48 KB that a kernel has without asking.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config,

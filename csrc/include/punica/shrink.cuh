@@ -204,6 +204,11 @@ template <typename T>
 cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config) {
   bool const aligned = params.in_features % 8 == 0 && params.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
   auto* const kernel = aligned ? shrink_kernel<T, true> : shrink_kernel<T, false>;
+#if PUNICA_SHRINK_CARVEOUT
+  // As expand needs: a multiprocessor must be empty before it can change how it divides its memory.
+  cudaError_t const error = prefer_shared_memory(reinterpret_cast<void const*>(kernel));
+  if (error != cudaSuccess) return error;
+#endif
   return launch(kernel, params.scratch.num_blocks, kShrinkThreads, params, config);
 }
 

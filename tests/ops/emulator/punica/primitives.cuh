@@ -244,6 +244,8 @@ inline void start_next() {}
 
 inline int4 load_metadata(int4 const* pointer) { return *pointer; }
 
+inline cudaError_t prefer_shared_memory(void const*) { return cudaSuccess; }
+
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), int grid, int threads, Params const& params, LaunchConfig const&,
                    int shared_bytes = 0) {
