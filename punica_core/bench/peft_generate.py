@@ -70,7 +70,7 @@ class Contender:
         """The new tokens of each prompt."""
         if job.way == "mixed":
             names = [adapter or BASE for adapter in job.adapters]
-            return _generate(self._peft, job.prompts, job.new_tokens, adapter_names=names)
+            return generate_greedy(self._peft, job.prompts, job.new_tokens, adapter_names=names)
         one_at_a_time = self._alone_generate if job.way == "single" else self._switch_and_generate
         return [
             one_at_a_time(prompt, adapter, job.new_tokens)
@@ -78,23 +78,23 @@ class Contender:
         ]
 
     def _alone_generate(self, prompt: list[int], adapter: str, new_tokens: int) -> list[int]:
-        return _generate(self._alone, [prompt], new_tokens)[0]
+        return generate_greedy(self._alone, [prompt], new_tokens)[0]
 
     def _switch_and_generate(self, prompt: list[int], adapter: str, new_tokens: int) -> list[int]:
         if not adapter:
             with self._peft.disable_adapter():
-                return _generate(self._peft, [prompt], new_tokens)[0]
+                return generate_greedy(self._peft, [prompt], new_tokens)[0]
         self._peft.set_adapter(adapter)
-        return _generate(self._peft, [prompt], new_tokens)[0]
+        return generate_greedy(self._peft, [prompt], new_tokens)[0]
 
 
 def _load(model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
-def _generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **extra: Any) -> list[list[int]]:
+def generate_greedy(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **extra: Any) -> list[list[int]]:
     """Greedy tokens after each of several prompts of one length."""
-    ids = torch.tensor(prompts)
+    ids = torch.tensor(prompts, device=model.device)
     with torch.inference_mode():
         output = model.generate(
             input_ids=ids,

@@ -14,7 +14,14 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("name", "flag"),
-    [("cpu", "--threads"), ("frontend", "--rate"), ("serve", "--popularity"), ("kernels", "--peers")],
+    [
+        ("cpu", "--threads"),
+        ("frontend", "--rate"),
+        ("serve", "--popularity"),
+        ("kernels", "--peers"),
+        ("decode", "--batches"),
+        ("throughput", "--sweep-adapters"),
+    ],
 )
 def test_help_of_each_benchmark_names_its_flags(name: str, flag: str) -> None:
     done = bench(name, "--help")
@@ -25,4 +32,4 @@ def test_help_of_each_benchmark_names_its_flags(name: str, flag: str) -> None:
 def test_an_unknown_benchmark_is_an_error_that_names_the_known_ones() -> None:
     done = bench("kernel")
     assert done.returncode == 2
-    assert all(name in done.stderr for name in ("cpu", "frontend", "serve", "kernels", "scheduler"))
+    assert all(name in done.stderr for name in ("cpu", "frontend", "serve", "kernels", "decode", "throughput"))
