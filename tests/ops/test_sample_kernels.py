@@ -16,7 +16,7 @@ from punica_core.protocol import SamplingParams
 from tests.ops.sample_emulator import DTYPES, EmulatedKernels, compile_kernels
 
 VOCAB_SIZES = (1, 2, 7, 31, 33, 64, 300, 1000, 2049, 4097, 9001)
-KINDS = ("spread", "tied", "flat", "equal", "peaked", "some -inf", "all -inf", "wide")
+KINDS = ("spread", "tied", "flat", "equal", "peaked", "some -inf", "all -inf", "wide", "zeros")
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +59,8 @@ class Case:
             logits.fill_(-torch.inf)
         elif self.kind == "wide":
             logits *= 1e3
+        elif self.kind == "zeros":  # of both signs, which are equal
+            logits *= 0
         return logits
 
     def _params(self) -> SamplingParams:
