@@ -49,6 +49,7 @@ def build_engine(
     if device.type == "cpu":
         refuse_unused(config)
     loaded = load_model(config, on_progress, device)
+    on_tables = device.type == "cuda" and runs_on_tables(config, loaded)
     free_bytes = free_host_bytes()
     adapter_bytes = config.adapter_host_bytes or int(free_bytes * ADAPTER_FRACTION)
     host = AdapterCache(
@@ -58,11 +59,11 @@ def build_engine(
         max_lora_rank=config.max_lora_rank,
         load_timeout=config.adapter_load_timeout,
         open_adapter=(open_adapter or reader_for(loaded.base_weights)) if config.lora else refuse_adapter,
-        on_loaded=on_adapter_loaded,
+        on_loaded=(lambda: None) if on_tables else on_adapter_loaded,  # the GPU tier listens to it, and tells
     )
     adapters: AdapterCache | GpuAdapterTier = host
     runner: Runner
-    if device.type == "cuda" and runs_on_tables(config, loaded):
+    if on_tables:
         parts = build_gpu_parts(config, loaded, host, on_progress, on_adapter_loaded)
         adapters, runner, num_blocks = parts.tier or host, parts.runner, parts.plan.num_blocks
         gpu_bytes = parts.plan.adapter_bytes

@@ -22,8 +22,9 @@ from punica_core.engine.memory_plan import MemoryDemand, MemoryPlan, graph_bytes
 from punica_core.engine.runner import allocate_kv_cache, kv_bytes_per_block
 from punica_core.engine.step_batch import StepPacker
 from punica_core.errors import ConfigError
+from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
-from punica_core.lora.gpu_tier import GpuAdapterTier
+from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
 from punica_core.lora.table_step import TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -80,6 +81,7 @@ def build_gpu_parts(
     load_kernels(config)
     prepare_compiler()
     device = loaded.device
+    device_memory.held_bytes(device)  # gives back what fusing the projections left behind
     builder = _Builder(config, loaded)
     on_progress("compiling the model's layers", 0.85)
     activations = builder.measure_activations()
@@ -89,7 +91,7 @@ def build_gpu_parts(
         elsewhere=device_memory.bytes_elsewhere(device),
         weights=loaded.base_bytes,
         activations=activations,
-        workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes,
+        workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes + builder.table_bytes,
         graphs=graph_bytes(len(sizes) * (2 if config.lora else 1), loaded.kv_shape.num_layers),
         block_bytes=kv_bytes_per_block(loaded),
         max_model_len=loaded.max_model_len,
@@ -163,6 +165,12 @@ class _Builder:
     def logits_bytes(self) -> int:
         """Of the graphs' output, and of one copy in fp32, which rows that edit their logits need."""
         return max([self._max_seqs, *self.sizes]) * self._loaded.vocab_size * (int(self._loaded.dtype.itemsize) + 4)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the adapters' tables."""
+        num_modules = sum(len(group.paths) for group in self._loaded.groups)
+        return device_bytes(num_modules, NUM_SLOTS) if self._config.lora else 0
 
     def measure_activations(self) -> int:
         """Bytes that a step of full size takes at its peak. Compiles what prompts need."""
