@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from punica_core.engine import noise
-from punica_core.engine.logit_edits import EditCollector, apply_edits
-from punica_core.engine.logprobs import logprob_entries, logprob_tensors, token_logprobs
+from punica_core.engine.logit_edits import EditCollector, LogitEdits, apply_edits
+from punica_core.engine.logprobs import (
+    LOGPROB_ROWS,
+    RANKED_ELEMENTS,
+    logprob_entries,
+    logprob_tensors,
+    token_logprobs,
+)
 from punica_core.engine.transfers import Download, upload
 from punica_core.ops.draw import MAX_VOCAB_SIZE, is_greedy
 from punica_core.ops.sample import greedy_tokens, pack_rows, rows_words, sample_tokens
@@ -65,8 +71,7 @@ class DeviceSampler:
         current stream. rows: each `samples`; the ids of its tokens must be known if it has penalties. The token's
         position is start + count.
 
-        Takes 4 B V bytes while it runs if a row edits its logits, and about 20 bytes for each of RANKED_ELEMENTS if a
-        row wants the likeliest tokens.
+        Takes at most `scratch_bytes` while it runs.
         """
         edits = self._edits.collect(rows, logits.size(1))
         records = self._records.pack(rows)
@@ -75,26 +80,50 @@ class DeviceSampler:
         edit_arrays = [] if edits is None else edits.arrays()
         record_arrays = [] if records is None else [records]
         asked, *tensors = upload([np.fromiter(tops, np.int64), *edit_arrays, *record_arrays], logits.device)
-        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        finite = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
-        scores = logits
-        if edits is not None:
-            scores = logits.to(torch.float32, copy=True)
-            apply_edits(scores, edits.replaced(tensors[: len(edit_arrays)]))
-        if records is None:
-            greedy_tokens(token_ids, finite, scores)
-        else:
-            sample_tokens(token_ids, finite, scores, tensors[-1])
+        token_ids, finite = _choose(
+            logits,
+            None if edits is None else edits.replaced(tensors[: len(edit_arrays)]),
+            None if records is None else tensors[-1],
+        )
         copied = [token_ids, finite]
         if tops:
-            unusable = finite.index_select(0, asked).logical_not_().unsqueeze(-1)
-            of_rows = logits.index_select(0, asked).float().masked_fill_(unusable, 0.0)
-            copied += logprob_tensors(of_rows, token_ids.index_select(0, asked), max(tops.values()))
+            copied += _logprobs(logits, token_ids, finite, asked, max(tops.values()))
         return PendingSamples(token_ids, Download(copied), tops)
 
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens: logits [n, V] fp32, one row a token; `top` alternatives each. Waits."""
         return token_logprobs(logits, token_ids, top)
+
+
+def scratch_bytes(num_rows: int, vocab_size: int) -> int:
+    """Most device memory that a launch of so many rows takes for a while beside its logits, in bytes."""
+    edited = 4 * num_rows * vocab_size
+    reported = 12 * min(num_rows, LOGPROB_ROWS) * vocab_size + 24 * max(RANKED_ELEMENTS, vocab_size)
+    return max(edited, reported)
+
+
+def _choose(logits: Tensor, edits: LogitEdits[Tensor] | None, records: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(token ids int64, finite bool) [B]. records: int64 [B, 4], None if all rows are greedy."""
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    if edits is not None:
+        logits = logits.to(torch.float32, copy=True)
+        apply_edits(logits, edits)
+    if records is None:
+        greedy_tokens(token_ids, finite, logits)
+    else:
+        sample_tokens(token_ids, finite, logits, records)
+    return token_ids, finite
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, finite: Tensor, asked: Tensor, top: int) -> list[Tensor]:
+    """What `logprob_tensors` says of the rows `asked`, int64 [n]; of rows that are not finite, something."""
+    parts = []
+    for at in asked.split(LOGPROB_ROWS):
+        unusable = finite.index_select(0, at).logical_not_().unsqueeze(-1)
+        rows = logits.index_select(0, at).float().masked_fill_(unusable, 0.0)
+        parts.append(logprob_tensors(rows, token_ids.index_select(0, at), top))
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 
 class _RowRecords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from punica_core.engine.device_sampler import DeviceSampler
+from punica_core.engine.device_sampler import DeviceSampler, scratch_bytes
 from punica_core.engine.logprobs import _top_ids, ranked_top_ids
 from punica_core.engine.sampler import Sampler
 from punica_core.engine.transfers import Download
@@ -185,3 +185,19 @@ def test_a_download_is_read_when_it_has_arrived() -> None:
     download = Download([source.add_(1), source * 2])
     source.add_(5)
     assert [int(tensor.sum()) for tensor in download.wait()] == [1000, 2000]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [{"logit_bias": {5: 1.0}}, {"logprobs": 20}], ids=["edits", "logprobs"])
+@pytest.mark.parametrize(("count", "vocab_size"), [(1, 262144), (8, 49152), (256, 49152), (100, 262144)])
+def test_a_launch_takes_no_more_memory_than_said(sampling: dict[str, object], count: int, vocab_size: int) -> None:
+    sampler = DeviceSampler(vocab_size, EOS, seed=0)
+    rows = [sampling_row(i, temperature=1.0, **sampling) for i in range(count)]
+    logits = torch.randn(count, vocab_size, device="cuda").bfloat16()
+    sampler.launch(logits, rows).result()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sampler.launch(logits, rows).result()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= scratch_bytes(count, vocab_size) + (1 << 20)
