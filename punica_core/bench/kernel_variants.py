@@ -19,7 +19,7 @@ import torch
 
 from punica_core.bench.lora_cases import LLAMA_8B, Group, GroupCase, Step, floor_us, time_graph_us
 from punica_core.bench.model_case import ModelCase, capture, replay_ms
-from punica_core.ops import cuda, reference
+from punica_core.ops import reference
 
 Times = dict[str, float]
 
@@ -188,7 +188,7 @@ _MEASURES: Final[dict[str, Callable[[], Times]]] = {
 
 def measure(library: Path, sections: Sequence[str], output: Path) -> None:
     """Check and time one build; writes after each section, so that a late failure keeps what came before."""
-    cuda.load(library)
+    torch.ops.load_library(str(library))
     print(f"{library.name}: {check()} cases equal the reference", flush=True)
     result: dict[str, Times] = {}
     for section in sections:

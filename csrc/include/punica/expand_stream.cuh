@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "punica/columns.cuh"
 #include "punica/expand_items.cuh"
@@ -33,7 +34,9 @@ constexpr int kManySlotBytes = kManySlabs * kSlabBytes + kManyWarps * kOutputByt
 constexpr int kManyBlocksPerSm = 3;
 
 // Elements between two low-rank rows in shared memory: an odd number of 32 bytes, so that lane groups meet different banks.
-inline __host__ __device__ int hidden_pitch(int max_rank) { return ((max_rank + kSlabRanks - 1) / kSlabRanks | 1) * kSlabRanks; }
+inline __host__ __device__ int hidden_pitch(int max_rank) {
+  return ((max_rank + kSlabRanks - 1) / kSlabRanks | 1) * kSlabRanks;
+}
 
 // Units [first_unit, end_unit) of one slice for one tile of rows.
 template <typename T>
@@ -241,7 +244,9 @@ __device__ inline void expand_many(Panel<T> const& panel, Affine<T> const& affin
   int const row = warp * kPassRows;
   T* const hidden = reinterpret_cast<T*>(shared + kManyStages * kManySlotBytes);
   int const chunks = (panel.lora_rank + kChunk - 1) / kChunk;
-  auto const output_of = [&](int slot) { return shared + slot * kManySlotBytes + kManySlabs * kSlabBytes + warp * kOutputBytes; };
+  auto const output_of = [&](int slot) {
+    return shared + slot * kManySlotBytes + kManySlabs * kSlabBytes + warp * kOutputBytes;
+  };
   auto const fetch_weights = [&](Visit const& visit, int slot) {
     if (visit.unit >= panel.end_unit) return;
     T const* const b = panel.b + static_cast<int64_t>(visit.unit * kWarpColumns) * panel.pitch + visit.chunk * kChunk;
@@ -268,7 +273,8 @@ __device__ inline void expand_many(Panel<T> const& panel, Affine<T> const& affin
     commit_copies();
     visit.advance(chunks, 1);
   }
-  gather_rows<4, 32 * kManyWarps>(hidden, pitch, source, panel.lora_rank, panel.row_count, round_up(panel.row_count, kPassRows));
+  gather_rows<4, 32 * kManyWarps>(hidden, pitch, source, panel.lora_rank, panel.row_count,
+                                  round_up(panel.row_count, kPassRows));
   float acc[4][kPassRows / 8][4] = {};
   int slot = 0;
 #pragma unroll 1
@@ -336,8 +342,11 @@ __device__ inline void stream_slice(ExpandParams const& params, ExpandItem const
   }
 }
 
+// kStages as for stream_slice.
+constexpr int stream_threads(int stages) { return 32 * (stages == 0 ? kManyWarps : kFewWarps); }
+
 template <typename T, int kStages, bool kAligned>
-__global__ void __launch_bounds__(32 * (kStages == 0 ? kManyWarps : kFewWarps), kStages == 0 ? kManyBlocksPerSm : kFewBlocksPerSm)
+__global__ void __launch_bounds__(stream_threads(kStages), kStages == 0 ? kManyBlocksPerSm : kFewBlocksPerSm)
     expand_stream_kernel(const __grid_constant__ ExpandParams params) {
   char* const shared = dynamic_shared();
   start_next();
@@ -372,11 +381,12 @@ constexpr int few_bytes(int stages) {
 }
 
 template <typename T, int kStages>
-cudaError_t launch_expand_stream_kernel(ExpandParams const& params, LaunchConfig const& config, int shared_bytes, int blocks_per_sm) {
+cudaError_t launch_expand_stream_kernel(ExpandParams const& params, LaunchConfig const& config, int shared_bytes,
+                                        int blocks_per_sm) {
   bool aligned = params.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.y) % 16 == 0;
   for (int slice = 0; slice < params.tables.slices; ++slice) aligned = aligned && params.widths[slice] % 8 == 0;
   auto* const kernel = aligned ? expand_stream_kernel<T, kStages, true> : expand_stream_kernel<T, kStages, false>;
-  return launch(kernel, config.num_sms * blocks_per_sm, 32 * (kStages == 0 ? kManyWarps : kFewWarps), params, config, shared_bytes);
+  return launch(kernel, config.num_sms * blocks_per_sm, stream_threads(kStages), params, config, shared_bytes);
 }
 
 template <typename T>
@@ -394,9 +404,12 @@ cudaError_t launch_expand_stream(ExpandParams const& params, LaunchConfig const&
     return launch_expand_stream_kernel<T, 0>(params, config, bytes, blocks(bytes, kManyBlocksPerSm));
   }
   constexpr int kFewer = kFewStages - 1;
-  if (few_bytes(kFewStages) <= block_bytes)
-    return launch_expand_stream_kernel<T, kFewStages>(params, config, few_bytes(kFewStages), blocks(few_bytes(kFewStages), kFewBlocksPerSm));
-  return launch_expand_stream_kernel<T, kFewer>(params, config, few_bytes(kFewer), blocks(few_bytes(kFewer), kFewBlocksPerSm));
+  auto const few = [&](auto stages) {
+    constexpr int kBytes = few_bytes(decltype(stages)::value);
+    return launch_expand_stream_kernel<T, decltype(stages)::value>(params, config, kBytes, blocks(kBytes, kFewBlocksPerSm));
+  };
+  if (few_bytes(kFewStages) <= block_bytes) return few(std::integral_constant<int, kFewStages>());
+  return few(std::integral_constant<int, kFewStages - 1>());
 }
 
 }  // namespace punica
