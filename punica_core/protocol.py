@@ -75,12 +75,14 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
 
     The worker answers with the content's `adapter_key` or refuses it. Two refs with the same path and another
     signature are different versions: requests keep the version they came with.
+    packed: the path is that of a packed file, whose state is both signatures.
     """
 
     name: str
     path: str
     config_signature: FileSignature
     weights_signature: FileSignature
+    packed: bool = False
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -31,9 +31,8 @@ _OTHER_DTYPE = re.compile(r"BOOL|[UI](?:8|16|32|64)|C64|F[468](?:_E\dM\d)?")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 CONVERT_PICKLE = (
-    "Pickle files can run code and are never opened. Convert it where you trust it: "
-    'python -c "import torch, safetensors.torch as s; '
-    "s.save_file(torch.load('adapter_model.bin', weights_only=True), 'adapter_model.safetensors')\""
+    "Pickle files can run code, and the server opens none. Convert the folder where you trust it: "
+    "punica adapters convert FOLDER NEW_FOLDER"
 )
 
 

@@ -1,11 +1,12 @@
-"""Which adapters exist: the sub-folders of one directory, named as their folders, seen without a restart.
+"""Which adapters exist: what lies in one directory, named as the folders are, seen without a restart.
 
     registry = AdapterRegistry(Path("adapters"), reserved_names={"llama"})
     registry.names()             # sorted; from a listing that is at most about a second old
     registry.resolve("sql-bot")  # looks at the files themselves, never at the listing
 
-A folder is an adapter if it has an `adapter_config.json`; one nested level gives names like `org/name`. Nothing is
-opened here: names are checked before they reach the file system, then files are stat'ed.
+A folder is an adapter if it has an `adapter_config.json`, and so is a file `sql-bot.punica`, packed, unless there is a
+folder of that name; one nested level gives names like `org/name`. Nothing is opened here: names are checked before they
+reach the file system, then files are stat'ed.
 
 An administrator may add folders from elsewhere under names of their own (`add`), and take any name away (`remove`): a
 folder of the directory is then hidden until it is added, or it has gone and comes back.
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, signature_of
 from punica_core.adapters.header import CONVERT_PICKLE, shorten
+from punica_core.adapters.packed_header import SUFFIX
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from punica_core.protocol import AdapterRef
@@ -97,21 +99,17 @@ class AdapterRegistry:
         if visible is not None and not visible(name):
             raise self._not_found(name, visible)
         added = self._added.get(name)
-        if added is not None:
-            ref = self._ref(name, added, self._roots.stat)
-        else:
-            folder = None if name in self._hidden else self._folder(name)
-            ref = None if folder is None else self._ref(name, folder, self._stat_inside)
+        ref = self._listed_ref(name) if added is None else self._ref(name, added, self._roots.stat)
         if ref is None:
             raise self._not_found(name, visible)
         return ref
 
     def exists(self, name: str) -> bool:
         """Whether the name is taken, be it by an adapter that cannot be served or by the base model."""
-        return name in self._reserved or name in self._added or self._listed_folder(name) is not None
+        return name in self._reserved or name in self._added or self._listed_path(name) is not None
 
     def locate(self, name: str, path: str) -> AdapterRef:
-        """The adapter in a folder below the roots, under a name that it might be added with.
+        """The adapter in a folder (or packed file) below the roots, under a name that it might be added with.
 
         Raises InvalidRequest for a name that cannot be one or a path that leads elsewhere, ModelNotFound if there is no
         adapter, and what `resolve` raises.
@@ -138,7 +136,7 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> str:
         """Serve nothing under that name any more; returns the folder. Raises ModelNotFound."""
-        listed = self._listed_folder(name)
+        listed = self._listed_path(name)
         folder = self._added.get(name, listed)
         if folder is None:
             raise self._not_found(name, None)
@@ -150,7 +148,7 @@ class AdapterRegistry:
 
     def folder_of(self, name: str) -> str | None:
         """Where an adapter is, for who may know."""
-        return self._added.get(name) or self._listed_folder(name)
+        return self._added.get(name) or self._listed_path(name)
 
     def serves(self, folder: str) -> bool:
         """Whether there is a name for the adapter in this folder."""
@@ -159,16 +157,36 @@ class AdapterRegistry:
         if self._root is None or not folder.startswith(f"{self._root}{os.sep}"):
             return False
         name = os.path.relpath(folder, self._root)
-        return name not in self._added and self._listed_folder(name) is not None
+        names = {name, name.removesuffix(SUFFIX)} - self._added.keys()
+        return any(self._listed_path(candidate) == folder for candidate in names)
 
-    def _listed_folder(self, name: str) -> str | None:
-        """The folder of the directory that has this name, a config, and was not hidden."""
-        folder = None if name in self._hidden else self._folder(name)
-        config = None if folder is None else self._stat_inside(os.path.join(folder, CONFIG_NAME))
-        return folder if config is not None and stat.S_ISREG(config.st_mode) else None
+    def _listed_path(self, name: str) -> str | None:
+        """What in the directory has this name and was not hidden: a folder with a config, or a packed file."""
+        folder = None if name in self._hidden else self._path(name)
+        if folder is not None and self._is_file_inside(os.path.join(folder, CONFIG_NAME)):
+            return folder
+        packed = None if name in self._hidden else self._path(name, SUFFIX)
+        return packed if packed is not None and self._is_file_inside(packed) else None
+
+    def _listed_ref(self, name: str) -> AdapterRef | None:
+        """The same as a ref; raises what `resolve` raises."""
+        if name in self._hidden:
+            return None
+        for suffix in ("", SUFFIX):
+            path = self._path(name, suffix)
+            ref = None if path is None else self._ref(name, path, self._stat_inside)
+            if ref is not None and ref.packed is bool(suffix):  # no file under its whole name, no folder under its stem
+                return ref
+        return None
 
     def _ref(self, name: str, folder: str, stat_of: Callable[[str], os.stat_result | None]) -> AdapterRef | None:
-        """The adapter in a folder; None if it has no config. stat_of: the state of a file that may be looked at."""
+        """The adapter in a folder or packed file; None if there is none. stat_of: the state of a file that may be
+        looked at."""
+        if folder.endswith(SUFFIX):
+            packed = stat_of(folder)
+            if packed is not None and stat.S_ISREG(packed.st_mode):
+                state = signature_of(packed)
+                return AdapterRef(name=name, path=folder, config_signature=state, weights_signature=state, packed=True)
         config = stat_of(os.path.join(folder, CONFIG_NAME))
         if config is None or not stat.S_ISREG(config.st_mode):
             return None
@@ -181,11 +199,11 @@ class AdapterRegistry:
             name=name, path=folder, config_signature=signature_of(config), weights_signature=signature_of(weights)
         )
 
-    def _folder(self, name: str) -> str | None:
-        """The folder a name stands for; None, without a look at the file system, for what cannot be a name."""
+    def _path(self, name: str, suffix: str = "") -> str | None:
+        """Where what a name stands for is; None, without a look at the file system, for what cannot be a name."""
         if self._root is None or name in self._reserved or not _is_name(name):
             return None
-        parts = name.split("/")
+        parts = f"{name}{suffix}".split("/")
         for depth in range(1, len(parts) + 1):
             if not self._is_inside(os.path.join(self._root, *parts[:depth])):
                 return None
@@ -223,7 +241,7 @@ class AdapterRegistry:
         self._listing = listing
         if self._hidden:
             with self._lock:
-                self._hidden = frozenset(name for name in self._hidden if self._has_config(name))
+                self._hidden = frozenset(name for name in self._hidden if self._is_there(name))
         return listing
 
     def _has_changed(self, listing: _Listing) -> bool:
@@ -239,34 +257,53 @@ class AdapterRegistry:
         names: list[str] = []
         unfinished: list[str] = []
         directories: dict[str, int] = {self._root: _mtime_ns(self._root)}
-        for folder in self._folders(self._root):
+        folders, packed = self._entries(self._root)
+        for folder in folders:
             if folder in known or self._has_config(folder):
                 names.append(folder)
                 continue
             path = os.path.join(self._root, folder)
             unfinished.append(path)
             directories[path] = _mtime_ns(path)
-            for nested in self._folders(path):
+            nested_folders, nested_packed = self._entries(path)
+            packed += [f"{folder}/{stem}" for stem in nested_packed]
+            for nested in nested_folders:
                 if self._has_config(f"{folder}/{nested}"):
                     names.append(f"{folder}/{nested}")
                 else:
                     unfinished.append(os.path.join(path, nested))
         racy = max(directories.values()) > time.time_ns() - RACY_SECONDS * 1e9
-        return _Listing(tuple(sorted(self._served(names))), tuple(unfinished), directories, now, now, racy)
+        taken = set(names)
+        for name in packed:
+            if name in taken:
+                self._report(f"{name}{SUFFIX}", "packed adapter %r is not served: a folder has its name")
+        served = sorted(set(self._served([*names, *packed])))
+        return _Listing(tuple(served), tuple(unfinished), directories, now, now, racy)
 
-    def _folders(self, path: str) -> Iterator[str]:
-        """Names of the folders in a directory that can be part of an adapter's name."""
+    def _entries(self, path: str) -> tuple[list[str], list[str]]:
+        """What in a directory can be part of an adapter's name: its folders, and packed files without their suffix."""
+        folders: list[str] = []
+        packed: list[str] = []
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if (
-                        _is_part(entry.name)
-                        and entry.is_dir()
-                        and (not entry.is_symlink() or self._is_inside(entry.path))
-                    ):
-                        yield entry.name
+                    stem = entry.name.removesuffix(SUFFIX)
+                    if not _is_part(stem) or (entry.is_symlink() and not self._is_inside(entry.path)):
+                        continue
+                    if entry.is_dir():
+                        folders.append(entry.name)
+                    elif stem != entry.name and entry.is_file():
+                        packed.append(stem)
         except OSError as error:
             self._report(path, f"adapter folder %r cannot be listed: {error.strerror}")
+        return folders, packed
+
+    def _is_there(self, name: str) -> bool:
+        return self._has_config(name) or os.path.isfile(f"{self._root}/{name}{SUFFIX}")
+
+    def _is_file_inside(self, path: str) -> bool:
+        status = self._stat_inside(path)
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def _has_config(self, name: str) -> bool:
         assert self._root is not None

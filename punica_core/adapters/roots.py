@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterable
 
+from punica_core.adapters.packed_header import SUFFIX
 from punica_core.errors import InvalidRequest, ModelNotFound
 
 MAX_PATH_LENGTH = 4096
@@ -25,10 +26,10 @@ class AdapterRoots:
         self._roots = tuple(dict.fromkeys(os.path.realpath(root) for root in roots))
 
     def locate(self, path: str) -> str:
-        """The folder that `path` stands for: absolute, or relative to the first root that has it.
+        """The folder or packed file that `path` stands for: absolute, or relative to the first root that has it.
 
         Raises InvalidRequest, in the same words whether there is something or not, for a path that leads elsewhere;
-        ModelNotFound if there is no folder.
+        ModelNotFound if there is neither.
         """
         if not self._roots:
             raise InvalidRequest(
@@ -44,9 +45,11 @@ class AdapterRoots:
             raise InvalidRequest("lora_path does not lie below one of the adapter roots.", param="lora_path")
         for place in allowed:
             status = self._stat(place)
-            if status is not None and stat.S_ISDIR(status.st_mode):
+            if status is not None and (
+                stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and place.endswith(SUFFIX))
+            ):
                 return place
-        raise ModelNotFound("There is no folder at lora_path.", param="lora_path")
+        raise ModelNotFound(f"There is no folder and no {SUFFIX} file at lora_path.", param="lora_path")
 
     def stat(self, path: str) -> os.stat_result | None:
         """The state of the file that `path` leads to now; None if there is none, or none below a root."""

@@ -22,7 +22,8 @@ from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import GpuAdapterTier
-from punica_core.lora.weights import OpenAdapter, reader_for
+from punica_core.lora.packed import opener_for
+from punica_core.lora.weights import OpenAdapter
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.limits import SchedulerLimits
@@ -58,7 +59,7 @@ def build_engine(
         adapter_bytes,
         max_lora_rank=config.max_lora_rank,
         load_timeout=config.adapter_load_timeout,
-        open_adapter=(open_adapter or reader_for(loaded.base_weights)) if config.lora else refuse_adapter,
+        open_adapter=(open_adapter or opener_for(loaded.base_weights)) if config.lora else refuse_adapter,
         on_loaded=(lambda: None) if on_tables else on_adapter_loaded,  # the GPU tier listens to it, and tells
     )
     adapters: AdapterCache | GpuAdapterTier = host

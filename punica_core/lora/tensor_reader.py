@@ -16,9 +16,10 @@ from punica_core.errors import AdapterInvalid, AdapterMismatch
 
 CHUNK_BYTES = 4 * 1024 * 1024
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+"""Names of element types in files."""
 
 
 class TensorReader:
@@ -43,7 +44,7 @@ class TensorReader:
         Raises AdapterChanged, or AdapterInvalid for numbers that are not finite in out's dtype.
         """
         flat = out.view(-1)
-        direct = flat if flat.dtype == _TORCH_DTYPES[entry.dtype] else None
+        direct = flat if flat.dtype == DTYPES[entry.dtype] else None
         for first, chunk in self._chunks(entry, direct, hashed=True):
             part = flat[first : first + chunk.numel()]
             if direct is None:
@@ -70,7 +71,7 @@ class TensorReader:
 
     def _chunks(self, entry: TensorEntry, into: Tensor | None, *, hashed: bool) -> Iterator[tuple[int, Tensor]]:
         """(first element, elements as stored) of each chunk, in `into` (flat, of the stored dtype) or in a buffer."""
-        stored = _TORCH_DTYPES[entry.dtype]
+        stored = DTYPES[entry.dtype]
         count = math.prod(entry.shape)
         step = CHUNK_BYTES // stored.itemsize
         buffer = torch.empty(min(count, step), dtype=stored) if into is None else into

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, SourceFile, signature_of
 from punica_core.adapters.format import read_manifest
+from punica_core.adapters.header import CONVERT_PICKLE
 from punica_core.errors import AdapterInvalid, AdapterUnsupported
 from punica_core.lora.weights import load_adapter
 from punica_core.ops.layout import MAX_RANK
@@ -116,7 +117,7 @@ def _ref_of(folder: str) -> AdapterRef:
         raise AdapterInvalid(f"{folder!r} has no {CONFIG_NAME}: it is not a folder that PEFT saved an adapter to.")
     if not os.path.isfile(weights):
         if any(os.path.exists(os.path.join(folder, name)) for name in PICKLE_NAMES):
-            raise AdapterUnsupported(f"{folder!r} has pickled weights only; convert them to {WEIGHTS_NAME}.")
+            raise AdapterUnsupported(f"{folder!r} has pickled weights only. {CONVERT_PICKLE}")
         raise AdapterInvalid(f"{folder!r} has no weights: {WEIGHTS_NAME} is missing.")
     return AdapterRef(
         name=os.path.basename(folder.rstrip("/")),

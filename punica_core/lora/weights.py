@@ -62,12 +62,14 @@ class AdapterWeights:
     modules: by path of the base's linears, the head's too; matrices of the model's dtype, on the CPU, with contiguous
     rows. One of which only the bias was trained has a pair of rank 1 that adds nothing.
     vocabulary: None if the adapter leaves embedding and head alone, or has no more than LoRA on the head.
+    laid_out: the buffer that all of `modules` are views of, 1-D, if they lie there as `arena_layout` lays them out.
     """
 
     key: str
     modules: Mapping[str, ModuleWeights]
     nbytes: int
     vocabulary: VocabularyWeights | None = None
+    laid_out: Tensor | None = None
 
 
 class AdapterSource(Protocol):
@@ -216,15 +218,6 @@ def load_adapter(
     """Open, check and read an adapter in one go, on the calling thread. Raises an AdapterError."""
     with AdapterReader(ref, shapes, dtype, max_lora_rank, base) as reader:
         return reader.read()
-
-
-def reader_for(base: BaseWeights) -> OpenAdapter:
-    """Opens adapters of the base whose numbers are given."""
-
-    def open_adapter(ref: AdapterRef, shapes: ModelShapes, dtype: torch.dtype, max_lora_rank: int) -> AdapterReader:
-        return AdapterReader(ref, shapes, dtype, max_lora_rank, base)
-
-    return open_adapter
 
 
 def _vocabulary(fit: AdapterFit, assembler: Assembler) -> VocabularyWeights | None:

@@ -201,3 +201,18 @@ def test_a_name_that_is_not_visible_is_not_looked_for(
     assert looked == []
     registry.resolve("listed")
     assert looked
+
+
+def test_a_packed_file_below_a_root_can_be_added(registry: AdapterRegistry, places: Path) -> None:
+    file = places / "more" / "deep" / "p.punica"
+    file.write_bytes(b"packed")
+    ref = registry.locate("new", "deep/p.punica")
+    assert (ref.path, ref.packed) == (str(file), True)
+    registry.add(ref)
+    assert registry.resolve("new") == ref
+    assert registry.remove("new") == str(file)
+    (places / "outside" / "p.punica").write_bytes(b"packed")
+    with pytest.raises(InvalidRequest, match="adapter roots"):
+        registry.locate("new", "../outside/p.punica")
+    with pytest.raises(ModelNotFound, match=r"no folder and no \.punica file"):
+        registry.locate("new", "deep/q.punica")

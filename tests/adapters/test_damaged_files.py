@@ -117,7 +117,7 @@ def test_a_pickle_named_safetensors_is_refused_and_not_opened(
     (adapter / "adapter_model.safetensors").write_bytes(pickle.dumps(Marker(tmp_path / "ran"), protocol))
     error = refusal(adapter, shapes)
     assert "pickle" in error.message
-    assert "weights_only=True" in error.message
+    assert "punica adapters convert" in error.message
     assert not (tmp_path / "ran").exists()
 
 

@@ -12,9 +12,10 @@ from peft import LoraConfig, get_peft_model
 
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupported
 from punica_core.lora.cache import AdapterCache
+from punica_core.lora.packed import opener_for
 from punica_core.lora.plan import Segment
 from punica_core.lora.segmented import SegmentedLoRA
-from punica_core.lora.weights import AdapterWeights, load_adapter, reader_for
+from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.model.probe import AttentionProbe
 from tests.support.adapter_formats import BASES, PROMPT, Case, errors_against_peft, load_for, peft_of
 from tests.support.adapter_loading import granted
@@ -286,7 +287,7 @@ def all_logits(driven: DrivenRunner, weights: AdapterWeights, token_ids: list[in
 def test_the_cache_hands_out_what_needs_the_base(tmp_path: Path) -> None:
     loaded = DrivenRunner(tiny_llama()).loaded
     folder = save_peft_adapter(tmp_path / "adapter", target_modules=["q_proj", "lm_head"], use_dora=True)
-    cache = AdapterCache(loaded.module_shapes, loaded.dtype, 10_000_000, open_adapter=reader_for(loaded.base_weights))
+    cache = AdapterCache(loaded.module_shapes, loaded.dtype, 10_000_000, open_adapter=opener_for(loaded.base_weights))
     weights = cache.weights(granted(cache, adapter_ref(folder)).slot)
     assert weights.key == load_for(loaded, folder).key
     assert cache.stats().bytes_used == weights.nbytes

@@ -260,7 +260,7 @@ def test_missing_weights_are_told_as_such(registry: AdapterRegistry, root: Path)
 def test_pickled_weights_are_refused_with_the_conversion(registry: AdapterRegistry, root: Path, tmp_path: Path) -> None:
     (root / "A" / "adapter_model.safetensors").rename(root / "A" / "adapter_model.bin")
     (root / "A" / "adapter_model.bin").write_bytes(pickle.dumps(tmp_path))
-    with pytest.raises(AdapterUnsupported, match="weights_only=True"):
+    with pytest.raises(AdapterUnsupported, match="punica adapters convert"):
         registry.resolve("A")
 
 
@@ -277,3 +277,72 @@ def test_a_fifo_as_config_is_no_adapter(registry: AdapterRegistry, root: Path, c
     assert "A" not in registry.names()
     with pytest.raises(ModelNotFound):
         registry.resolve("A")
+
+
+def test_packed_files_are_adapters_under_their_stem(root: Path, clock: Clock) -> None:
+    (root / "P.punica").write_bytes(b"packed")
+    (root / "org" / "Q.punica").write_bytes(b"packed")
+    (root / ".punica").write_bytes(b"no stem")
+    (root / "D.punica").mkdir()  # a folder without a config
+    make_adapter(root / "E.punica")  # a folder of that name
+    registry = AdapterRegistry(root, {"base"}, clock)
+    assert registry.names() == ["A", "B", "E.punica", "P", "org/Q", "org/nested"]
+    ref = registry.resolve("P")
+    assert (ref.path, ref.packed) == (str(root / "P.punica"), True)
+    assert ref.weights_signature == ref.config_signature
+    assert ref.weights_signature.inode == (root / "P.punica").stat().st_ino
+    assert registry.resolve("org/Q").packed
+    assert not registry.resolve("E.punica").packed
+    assert registry.serves(ref.path)
+    for name in ("P.punica", "D", "D.punica", "E", ""):
+        with pytest.raises(ModelNotFound):
+            registry.resolve(name)
+
+
+def test_packed_files_come_change_and_go(root: Path, registry: AdapterRegistry, clock: Clock) -> None:
+    settle(root)
+    assert "P" not in registry.names()
+    file = root / "P.punica"
+    file.write_bytes(b"packed")
+    before = registry.resolve("P")
+    clock.now += LISTING_SECONDS
+    assert "P" in registry.names()
+    file.write_bytes(b"packed anew")
+    assert registry.resolve("P") != before
+    assert registry.remove("P") == str(file)
+    assert "P" not in registry.names()
+    assert not registry.serves(str(file))
+    with pytest.raises(ModelNotFound):
+        registry.resolve("P")
+    clock.now += LISTING_SECONDS
+    assert "P" not in registry.names(), "hidden while it is there"
+    file.unlink()
+    clock.now += FULL_LISTING_SECONDS
+    registry.names()
+    file.write_bytes(b"again")
+    assert registry.resolve("P").packed
+
+
+def test_a_folder_wins_over_a_packed_file_of_its_name(
+    root: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "A.punica").write_bytes(b"packed")
+    registry = AdapterRegistry(root, {"base"}, clock)
+    with caplog.at_level(logging.WARNING):
+        assert registry.names().count("A") == 1
+    assert "packed adapter 'A.punica' is not served" in caplog.text
+    assert not registry.resolve("A").packed
+    assert not registry.serves(str(root / "A.punica"))
+    shutil.rmtree(root / "A")
+    assert registry.resolve("A").packed
+
+
+def test_a_packed_file_that_is_a_link_out_does_not_exist(root: Path, tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "outside" / "x.punica").write_bytes(b"packed")
+    (root / "L.punica").symlink_to(tmp_path / "outside" / "x.punica")
+    os.mkfifo(root / "F.punica")
+    registry = AdapterRegistry(root, {"base"}, clock)
+    assert not {"L", "F"} & set(registry.names())
+    for name in ("L", "F"):
+        with pytest.raises(ModelNotFound):
+            registry.resolve(name)

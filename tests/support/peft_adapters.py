@@ -122,6 +122,12 @@ def adapter_ref(folder: Path, name: str | None = None) -> AdapterRef:
     )
 
 
+def packed_ref(file: Path) -> AdapterRef:
+    """The ref of a packed file as it is now."""
+    state = signature_of(os.stat(file))
+    return AdapterRef(name=file.stem, path=str(file), config_signature=state, weights_signature=state, packed=True)
+
+
 def read_tensors(folder: Path) -> Tensors:
     return load_file(folder / WEIGHTS_NAME)
 
