@@ -225,7 +225,8 @@ def open_session(choice: EngineChoice) -> Iterator[Session]:
 def engine_config(choice: EngineChoice, folder: Path, adapters: SyntheticAdapters) -> EngineConfig:
     """The engine's configuration: weights are read if the folder has any; memory for all adapters at once."""
     has_weights = any(folder.glob("*.safetensors"))
-    itemsize = 4 if not choice.is_on_gpu and choice.dtype in ("auto", "float32") else 2
+    is_fp32 = choice.dtype == "float32" or (choice.dtype == "auto" and not choice.is_on_gpu)
+    itemsize = 4 if is_fp32 else 2
     nbytes = adapters.arena_bytes(linear_shapes(folder), itemsize) + ADAPTER_SLACK_BYTES if adapters.refs else 0
     on_cpu = choice.max_num_seqs * choice.max_model_len
     return EngineConfig(

@@ -11,8 +11,13 @@ import torch
 from punica_core.bench.shapes import SHAPES, linear_shapes, model_folder, write_tokenizer
 from punica_core.bench.synthetic import SyntheticAdapters, main
 from punica_core.errors import ConfigError
+from punica_core.lora.cache import AdapterCache
+from punica_core.lora.gpu_tier import GpuAdapterTier
+from punica_core.lora.layers import LinearGroup
 from punica_core.lora.tables import num_module_elements
 from punica_core.lora.weights import AdapterWeights, load_adapter
+from punica_core.ops.layout import Field
+from punica_core.scheduler.plan import SkipReason
 from tests.support.peft_adapters import adapter_ref
 
 SHAPES_OF_TWO = {"model.layers.0.q_proj": (64, 48), "model.layers.1.down_proj": (176, 64), "lm_head": (64, 512)}
@@ -63,6 +68,33 @@ def test_the_room_that_is_asked_for_is_enough(dtype: torch.dtype) -> None:
     room = adapters.arena_bytes(SHAPES_OF_TWO, dtype.itemsize)
     assert on_device * dtype.itemsize <= room
     assert sum(weights.nbytes for weights in found) <= room
+
+
+def test_all_of_them_fit_the_device_at_once() -> None:
+    adapters = SyntheticAdapters(3, (5, 16, 8))
+    room = adapters.arena_bytes(SHAPES_OF_TWO, 4)
+    groups = [
+        LinearGroup(index, (path,), fan_in, (fan_out,))
+        for index, (path, (fan_in, fan_out)) in enumerate(SHAPES_OF_TWO.items())
+    ]
+    host = AdapterCache(SHAPES_OF_TWO, torch.float32, room, open_adapter=adapters.open)
+    tier = GpuAdapterTier(host, groups, room, dtype=torch.float32, device="cpu")
+    slots = []
+    for ref in adapters.refs:
+        while isinstance(grant := tier.acquire(ref), SkipReason):
+            assert grant is SkipReason.ADAPTER_LOADING
+            assert tier.poll(0.0) == []
+            tier.wait_for_load(1.0)
+        slots.append(grant.slot)
+        tier.release(ref)
+    stats = tier.stats()
+    assert (stats.resident, stats.gpu_resident, stats.evictions) == (3, 3, 0)
+    for index, slot in enumerate(slots):
+        made = read(adapters, index).modules["model.layers.1.down_proj"]
+        record = tier.tables.records[1, slot]
+        start = int(record[Field.A_OFFSET])
+        assert torch.equal(tier.arena.buffer[start : start + made.a.numel()].view(made.a.shape), made.a)
+    tier.close()
 
 
 def test_written_folders_hold_the_same_adapters(tmp_path: Path) -> None:
