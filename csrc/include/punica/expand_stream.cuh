@@ -403,7 +403,6 @@ cudaError_t launch_expand_stream(ExpandParams const& params, LaunchConfig const&
     int const bytes = kManyStages * kManySlotBytes + kMaxTileRows * hidden_pitch(params.scratch.max_rank) * 2;
     return launch_expand_stream_kernel<T, 0>(params, config, bytes, blocks(bytes, kManyBlocksPerSm));
   }
-  constexpr int kFewer = kFewStages - 1;
   auto const few = [&](auto stages) {
     constexpr int kBytes = few_bytes(decltype(stages)::value);
     return launch_expand_stream_kernel<T, decltype(stages)::value>(params, config, kBytes, blocks(kBytes, kFewBlocksPerSm));
