@@ -161,20 +161,23 @@ def _tensors(group: _GroupWeights) -> Iterator[Tensor]:
 def _fuse_group(group: LinearGroup, adapter: AdapterWeights, device: torch.device) -> _GroupWeights | None:
     """None if the adapter has nothing there. Copies all it keeps, so that the adapter itself can be given back."""
     parts: list[Tensor] = []
+    columns_of: dict[int, slice] = {}
     slices: list[_SliceExpand] = []
     affine: list[_SliceAffine] = []
     column = offset = 0
     for path, width in zip(group.paths, group.out_features, strict=True):
         module = adapter.modules.get(path)
         if module is not None:
-            lora_rank = module.a.size(0)
-            columns, outputs = slice(column, column + lora_rank), slice(offset, offset + width)
-            parts.append(module.a)
+            columns = columns_of.get(module.a.data_ptr())
+            if columns is None:  # the parts of a fused module share their A
+                columns = columns_of[module.a.data_ptr()] = slice(column, column + module.a.size(0))
+                parts.append(module.a)
+                column = columns.stop
+            outputs = slice(offset, offset + width)
             slices.append(_SliceExpand(columns, outputs, _copied(module.b.t(), device), module.scale))
             if module.row_gain is not None or module.bias is not None:
                 gain, bias = (None if t is None else _copied(t, device) for t in (module.row_gain, module.bias))
                 affine.append(_SliceAffine(outputs, gain, bias))
-            column += lora_rank
         offset += width
     if not parts:
         return None

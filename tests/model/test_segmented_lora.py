@@ -178,3 +178,23 @@ def test_an_adapter_that_was_dropped_and_comes_back_computes_the_same() -> None:
         results.append(got)
     assert torch.equal(results[0], results[2])
     assert not torch.equal(results[0], results[1])
+
+
+def test_slices_that_share_their_a_shrink_once() -> None:
+    apart = adapter(1, 5)
+    q, k = apart.modules["q"], apart.modules["k"]
+    shared = AdapterWeights("shared", {"q": q, "k": ModuleWeights(q.a, k.b, k.scale)}, 0)
+    copied = AdapterWeights("copied", {"q": q, "k": ModuleWeights(q.a.clone(), k.b, k.scale)}, 0)
+    x, y = torch.randn(2, 24), torch.randn(2, 40)
+    results, sizes = [], []
+    for weights in (shared, copied):
+        lora = SegmentedLoRA(GROUPS, 1 << 30, CPU)
+        got = y.clone()
+        step = lora.step((Segment(0, 2, weights),))
+        assert step is not None
+        step.add(GROUPS[0], x, got)
+        results.append(got)
+        sizes.append(lora.nbytes)
+    torch.testing.assert_close(results[0], results[1])
+    assert sizes[1] - sizes[0] == q.a.nbytes
+    assert not torch.allclose(results[0], y)
