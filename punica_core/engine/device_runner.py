@@ -15,6 +15,7 @@ from punica_core.engine.forward import ModelForward
 from punica_core.engine.graphs import DecodeGraphs
 from punica_core.engine.step_batch import MIN_ROWS, StepBatch, StepPacker
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
+from punica_core.engine.transfers import upload
 from punica_core.lora.table_step import TableLoRA, has_adapters
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.protocol import TokenLogprobs
@@ -138,8 +139,8 @@ class DeviceRunner:
         if wanted == list(range(len(wanted))):
             chosen = logits[: len(wanted)]
         else:
-            index = torch.from_numpy(np.array(wanted, np.int64))
-            chosen = logits.index_select(0, index.to(logits.device, non_blocking=True))
+            (index,) = upload([np.array(wanted, np.int64)], logits.device)
+            chosen = logits.index_select(0, index)
         samples = self._sampler.launch(chosen, [part.row for part in sampling])
         self._packer.last_tokens[: len(wanted)].copy_(samples.token_ids)
         return samples

@@ -6,7 +6,7 @@ finds the tables of every later step of these sizes at the same addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from punica_core.model.attention import KVRow
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.model.staging import PinnedRing
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan
+from punica_core.scheduler.sequence import Sequence
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -68,31 +69,41 @@ class StepBatch:
     logits: tuple[LogitsRange, ...]
 
 
+@dataclass(slots=True)
+class _Table:
+    """blocks: int32, of which the first `known` are those of the sequence since its last admission."""
+
+    sequence: Sequence
+    admissions: int
+    blocks: Int32Array
+    known: int
+
+
 class BlockTables:
     """The block tables of running sequences as arrays: a table only grows while its sequence runs."""
 
     def __init__(self, max_sequences: int) -> None:
         self._max_sequences = max_sequences
-        self._tables: dict[int, tuple[int, int, Int32Array]] = {}
+        self._tables: dict[int, _Table] = {}
 
     def of(self, row: RowPlan) -> Int32Array:
         """int32 [blocks] of a row: a view, to be read before the next call for its sequence."""
         sequence, blocks = row.sequence, row.block_table
-        admissions, known, table = self._tables.get(sequence.request_id, (-1, 0, _NO_BLOCKS))
-        if admissions != sequence.admissions:
-            known = 0  # preempted meanwhile: its blocks are others
+        table = self._tables.get(sequence.request_id)
+        if table is None or table.sequence is not sequence or table.admissions != sequence.admissions:
+            # A request's id may be used again, and a preempted sequence comes back with other blocks.
+            table = self._tables[sequence.request_id] = _Table(sequence, sequence.admissions, _NO_BLOCKS, 0)
         count = len(blocks)
-        if count > len(table):
+        if count > len(table.blocks):
             grown = np.empty(max(2 * count, 16), np.int32)
-            grown[:known] = table[:known]
-            table = grown
-        if count > known:
-            table[known:count] = blocks[known:]
-            known = count
-            self._tables[sequence.request_id] = (sequence.admissions, known, table)
-        return table[:count]
+            grown[: table.known] = table.blocks[: table.known]
+            table.blocks = grown
+        if count > table.known:
+            table.blocks[table.known : count] = blocks[table.known :]
+            table.known = count
+        return table.blocks[:count]
 
-    def keep_only(self, rows: Sequence[RowPlan]) -> None:
+    def keep_only(self, rows: Rows[RowPlan]) -> None:
         """Forget sequences that have ended, once many are known; `rows` are those of the step."""
         if len(self._tables) > 4 * self._max_sequences:
             ids = {row.sequence.request_id for row in rows}
@@ -129,9 +140,7 @@ class StepPacker:
         self._pinned = PinnedRing(4 * words, device)
         self._blocks = BlockTables(max_seqs)
 
-    def pack(
-        self, rows: Sequence[RowPlan], sources: dict[int, int], padded_to: int | None, *, in_graph: bool
-    ) -> StepBatch:
+    def pack(self, rows: Rows[RowPlan], sources: dict[int, int], padded_to: int | None, *, in_graph: bool) -> StepBatch:
         """Send a step's tables to the device without waiting for it.
 
         sources: by request_id, where the token of a `pending` row is among those sampled last. padded_to: B of a decode
@@ -171,7 +180,7 @@ class StepPacker:
     def _batch(
         self,
         host: _Views,
-        rows: Sequence[RowPlan],
+        rows: Rows[RowPlan],
         sizes: BatchSizes,
         used: int,
         logits: tuple[LogitsRange, ...],
@@ -219,7 +228,7 @@ class StepPacker:
         host["sources"][:] = np.arange(start, start + num_rows, dtype=np.int32)
 
     def _fill_decode(
-        self, host: _Views, rows: Sequence[RowPlan], sources: dict[int, int], padded_to: int
+        self, host: _Views, rows: Rows[RowPlan], sources: dict[int, int], padded_to: int
     ) -> tuple[LogitsRange, ...]:
         count, size = len(rows), self._block_size
         positions = np.array([row.start for row in rows], np.int32)
@@ -239,7 +248,7 @@ class StepPacker:
         host["qo_indptr"][:] = np.arange(padded_to + 1, dtype=np.int32)
         return tuple(LogitsRange(row, index, 1) for index, row in enumerate(rows))
 
-    def _fill_mixed(self, host: _Views, rows: Sequence[RowPlan], sources: dict[int, int]) -> tuple[LogitsRange, ...]:
+    def _fill_mixed(self, host: _Views, rows: Rows[RowPlan], sources: dict[int, int]) -> tuple[LogitsRange, ...]:
         size = self._block_size
         logits: list[LogitsRange] = []
         first = num_logits = 0
@@ -264,7 +273,7 @@ class StepPacker:
         host["logit_rows"][num_logits:] = 0
         return tuple(logits)
 
-    def _fill_blocks(self, host: _Views, rows: Sequence[RowPlan], num_seqs: int) -> int:
+    def _fill_blocks(self, host: _Views, rows: Rows[RowPlan], num_seqs: int) -> int:
         """Fill kv_indptr and kv_indices; returns how many indices there are."""
         size = self._block_size
         tables = [self._blocks.of(row)[: -(-(row.start + row.count) // size)] for row in rows]
@@ -304,7 +313,7 @@ def _total(tables: dict[str, int]) -> int:
     return sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in tables.values())
 
 
-def _sizes(rows: Sequence[RowPlan], padded_to: int | None) -> BatchSizes:
+def _sizes(rows: Rows[RowPlan], padded_to: int | None) -> BatchSizes:
     if padded_to is not None:
         return BatchSizes(padded_to, padded_to, padded_to)
     return BatchSizes(sum(row.count for row in rows), len(rows), max(sum(map(wanted_logits, rows)), MIN_ROWS))

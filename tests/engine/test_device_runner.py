@@ -120,6 +120,20 @@ def test_a_sequence_admitted_anew_has_its_new_blocks(weights: dict[int, AdapterW
     assert sequence.token_ids == expected
 
 
+def test_a_request_id_used_again_has_the_blocks_of_its_new_sequence(weights: dict[int, AdapterWeights]) -> None:
+    driven = DrivenDeviceRunner(tiny_llama(), weights)
+    driven.generate([driven.sequence(random_prompt(40, VOCAB_SIZE), 0)], new_tokens=3)
+    driven.slots.clear()  # so the next sequence gets the same id
+    again = driven.sequence(random_prompt(30, VOCAB_SIZE), 1)
+    again.block_table = list(range(60, 68))
+    driven.kv_cache[:60].fill_(float("nan"))
+    driven.generate([again], new_tokens=3)
+    solo = DrivenRunner(tiny_llama(), weights)
+    twin = solo.sequence(random_prompt(30, VOCAB_SIZE), 1)
+    solo.generate([twin], new_tokens=3)
+    assert again.token_ids == twin.token_ids
+
+
 def test_a_chunk_that_does_not_reach_the_end_yields_nothing() -> None:
     driven = DrivenDeviceRunner(tiny_llama())
     assert driven.step([driven.sequence(random_prompt(20, VOCAB_SIZE))], budget=8) == StepResult()
