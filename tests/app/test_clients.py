@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from app.settings import Settings
@@ -40,9 +42,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 class TestLangChain:
     @pytest.fixture(scope="class")
-    def chat(self, url: str) -> Any:
-        module = pytest.importorskip("langchain_openai")
-        return module.ChatOpenAI(model="sql", base_url=url, api_key="none", max_retries=0, temperature=0)
+    def options(self, url: str) -> Iterator[dict[str, Any]]:
+        with httpx.Client() as http:  # its own would stay open
+            yield {"model": "sql", "base_url": url, "api_key": "none", "max_retries": 0, "http_client": http}
+
+    @pytest.fixture(scope="class")
+    def chat(self, options: dict[str, Any]) -> Any:
+        return pytest.importorskip("langchain_openai").ChatOpenAI(temperature=0, **options)
 
     def test_a_chat_is_answered(self, chat: Any) -> None:
         answer = chat.invoke([("system", "be brief"), ("human", "hello")])
@@ -74,12 +80,12 @@ class TestLangChain:
         with pytest.raises(exceptions.ContextOverflowError):
             chat.invoke("hello " * 500)
 
-    def test_the_completion_model(self, url: str) -> None:
+    def test_the_completion_model(self, options: dict[str, Any]) -> None:
         module = pytest.importorskip("langchain_openai")
-        model = module.OpenAI(model="sql", base_url=url, api_key="none", max_retries=0, max_tokens=50, n=2, best_of=3)
+        model = module.OpenAI(max_tokens=50, n=2, best_of=3, **options)
         result = model.generate(["one", "two"])
         assert [[choice.text for choice in choices] for choices in result.generations] == [[ANSWER] * 2] * 2
-        streaming = module.OpenAI(model="sql", base_url=url, api_key="none", max_retries=0, max_tokens=50)
+        streaming = module.OpenAI(max_tokens=50, **options)
         assert "".join(streaming.stream("one")) == ANSWER
 
 
@@ -88,10 +94,17 @@ class TestLiteLLM:
 
     @pytest.fixture(scope="class")
     def litellm(self) -> Iterator[Any]:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)  # it takes the thread's, or would leave one behind that nobody closes
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network at import
             module = pytest.importorskip("litellm")
             yield module
+            for client in module.in_memory_llm_clients_cache.cache_dict.values():
+                if hasattr(client, "close"):
+                    client.close()
+        asyncio.set_event_loop(None)
+        loop.close()
 
     @pytest.fixture(params=["openai", "hosted_vllm"])
     def options(self, request: pytest.FixtureRequest, url: str) -> dict[str, Any]:
