@@ -59,7 +59,7 @@ def answered_by(
     """
     content = {"text/plain": _TEXT} if model is None else {"application/json": _schema(model)}
     if streams:
-        content["text/event-stream"] = _TEXT
+        content["text/event-stream"] = _EVENT
     answers = {str(status): {"description": "the answer", "content": content} for status in (200, *also)}
     failures = {
         str(status): {
@@ -78,6 +78,9 @@ def body_of(model: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 _TEXT: dict[str, Any] = {"schema": {"type": "string"}}
+_DATA = {"type": "string", "description": "a chunk as JSON, an error in the envelope, or [DONE]"}
+_EVENT: dict[str, Any] = {"schema": {"type": "object", "properties": {"data": _DATA}, "required": ["data"]}}
+"""Of one event of a stream."""
 
 
 def _schema(model: type[msgspec.Struct]) -> dict[str, Any]:

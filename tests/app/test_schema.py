@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings, strategies
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import checks
 
 from app.settings import Settings
@@ -23,6 +24,12 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
+PLAIN = {
+    "model": BASE, "max_tokens": 4, "max_completion_tokens": None, "min_tokens": None, "n": 1, "best_of": None,
+    "stream_options": None, "prompt_logprobs": None, "logit_bias": None, "stop_token_ids": None, "top_logprobs": None,
+    "continue_final_message": None, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi",
+}  # fmt: skip
+"""In half of the bodies: what the document cannot say of fields and their company makes most others a 400."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +69,9 @@ def test_every_operation_is_tried(document: Any) -> None:
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value.strip("/"))
 def test_answers_are_what_the_document_says(document: Any, method: str, path: str) -> None:
     statuses: Counter[int] = Counter()
+    turns = itertools.count()
 
-    @given(case=document[path][method].as_strategy(), known=strategies.booleans())
+    @given(case=document[path][method].as_strategy())
     @settings(
         max_examples=30 if method == "POST" else 5,
         deadline=None,
@@ -72,9 +80,10 @@ def test_answers_are_what_the_document_says(document: Any, method: str, path: st
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    def try_it(case: Any, known: bool) -> None:
-        if known and isinstance(case.body, dict) and "model" in case.body:
-            case.body["model"] = BASE  # a made-up name is always a 404
+    def try_it(case: Any) -> None:
+        known = next(turns) % 2 == 0
+        if known and isinstance(case.body, dict):
+            case.body |= {name: value for name, value in PLAIN.items() if name in case.body}
         if known and "name" in case.path_parameters:
             case.path_parameters["name"] = "sql"
         response = case.call(timeout=30)
