@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import uvicorn
 import uvloop
 
-from app import demo, keys_command, settings
+from app import adapters_command, demo, keys_command, settings
 from app.banner import Spinner, ready_text
 from app.service import Service, version
 from app.settings import Settings
@@ -58,6 +58,7 @@ def _parser(connect: Connect) -> argparse.ArgumentParser:
     _add_serve(commands, connect)
     _add_bench(commands)
     keys_command.add_to(commands)
+    adapters_command.add_to(commands)
     return parser
 
 

@@ -60,10 +60,13 @@ class LoraSettings:
         """lora_rank of the module at `path` (its name in the base model)."""
         return _first_match(self.rank_pattern, path, self.lora_rank)
 
+    def alpha_of(self, path: str) -> float:
+        """lora_alpha of the module at `path`."""
+        return _first_match(self.alpha_pattern, path, self.lora_alpha)
+
     def scale_of(self, path: str) -> float:
         """alpha/r, or alpha/√r with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
-        alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
-        rank = self.rank_of(path)
+        alpha, rank = self.alpha_of(path), self.rank_of(path)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 

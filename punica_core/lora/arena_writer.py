@@ -57,16 +57,23 @@ class ArenaWriter:
         layout: AdapterLayout[int],
         runs: Sequence[Run],
         check: Callable[[], None] = lambda: None,
+        *,
+        laid_out: Tensor | None = None,
     ) -> None:
         """Copy an adapter to `runs` and then point `slot` at it; returns when the device has both.
 
         No step that is queued may read the slot or the runs. `check` is called before each buffer is sent; what it
-        raises ends the write, and leaves the slot as it was.
+        raises ends the write, and leaves the slot as it was. laid_out: the elements of the whole layout, 1-D, if they
+        are there already; they are copied as they are.
         """
         send = _Sender(self, runs, check)
-        for index, module in modules.items():
-            for part, matrix in zip(layout.places[index].parts, matrices(module), strict=True):
-                send.put(part, _as_words(matrix, self._dtype))
+        if laid_out is not None:
+            assert laid_out.numel() == layout.num_elements
+            send.put_all(_as_words(laid_out, self._dtype))
+        else:
+            for index, module in modules.items():
+                for part, matrix in zip(layout.places[index].parts, matrices(module), strict=True):
+                    send.put(part, _as_words(matrix, self._dtype))
         send.flush()
         rows = self._host_rows.numpy()
         rows.fill(0)
@@ -119,6 +126,10 @@ class _Sender:
         self._buffer = writer.fillable(0)
         self._begin = 0
         self._filled = 0
+
+    def put_all(self, words: npt.NDArray[np.generic]) -> None:
+        """Append the elements of a whole layout."""
+        self._put_flat(words)
 
     def put(self, part: Part, words: npt.NDArray[np.generic]) -> None:
         """Append a matrix [height, width], whose place is `part`, and its padding."""

@@ -247,7 +247,7 @@ class GpuAdapterTier:
             runs = self._runs[slot]
             self.tables.slot_rank[slot] = max(module.a.size(0) for module in modules.values())
         try:
-            self._writer.write(slot, modules, layout, runs, self._check_open)
+            self._writer.write(slot, modules, layout, runs, self._check_open, laid_out=job.weights.laid_out)
         except BaseException:
             self._writer.wait()  # for the part that is on its way
             with self._lock:

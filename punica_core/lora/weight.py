@@ -10,13 +10,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, SourceFile, signature_of
+from punica_core.adapters.files import CONFIG_NAME, WEIGHTS_NAME, SourceFile
 from punica_core.adapters.format import read_manifest
-from punica_core.adapters.header import CONVERT_PICKLE
-from punica_core.errors import AdapterInvalid, AdapterUnsupported
+from punica_core.adapters.locate import ref_of
+from punica_core.errors import AdapterUnsupported
 from punica_core.lora.weights import load_adapter
 from punica_core.ops.layout import MAX_RANK
-from punica_core.protocol import AdapterRef
 
 
 class LoRAWeight:
@@ -66,7 +65,9 @@ class LoRAWeight:
             AdapterError: the files are missing or damaged, use something that is not plain LoRA, or hold values that
                 are not finite in ``dtype``. The message names the fault.
         """
-        ref = _ref_of(os.fspath(folder))
+        ref = ref_of(os.fspath(folder))
+        if ref.packed:
+            raise AdapterUnsupported(f"{os.fspath(folder)!r} is a packed adapter; give the folder it was made from.")
         with (
             SourceFile(os.path.join(ref.path, CONFIG_NAME), ref.config_signature) as config,
             SourceFile(os.path.join(ref.path, WEIGHTS_NAME), ref.weights_signature) as weights,
@@ -108,20 +109,3 @@ def _check_pair(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"A is {a.dtype} and B {b.dtype}; both must be floating point")
     if a.device != b.device:
         raise ValueError(f"A is on {a.device} and B on {b.device}; they must be on one device")
-
-
-def _ref_of(folder: str) -> AdapterRef:
-    """The adapter's files in their present state."""
-    config, weights = os.path.join(folder, CONFIG_NAME), os.path.join(folder, WEIGHTS_NAME)
-    if not os.path.isfile(config):
-        raise AdapterInvalid(f"{folder!r} has no {CONFIG_NAME}: it is not a folder that PEFT saved an adapter to.")
-    if not os.path.isfile(weights):
-        if any(os.path.exists(os.path.join(folder, name)) for name in PICKLE_NAMES):
-            raise AdapterUnsupported(f"{folder!r} has pickled weights only. {CONVERT_PICKLE}")
-        raise AdapterInvalid(f"{folder!r} has no weights: {WEIGHTS_NAME} is missing.")
-    return AdapterRef(
-        name=os.path.basename(folder.rstrip("/")),
-        path=folder,
-        config_signature=signature_of(os.stat(config)),
-        weights_signature=signature_of(os.stat(weights)),
-    )

@@ -138,14 +138,30 @@ class AdapterReader:
         self._rooms.allocate()
         reader = TensorReader(self._file, progress)
         raw = {entry.name: self._read_entry(reader, entry, key) for entry, key in self._destinations(reader)}
-        for path, entry in self.fit.base_weights.items():
-            assert self._base is not None
-            reader.check_equal(entry, self._base.weight(path).detach())
+        self._compare_copies(reader)
         self._file.check_unchanged()
         assembler = Assembler(self.fit, self._rooms, raw, self._base, progress)
         modules = {path: assembler.linear(path) for path in linear_paths(self.fit)}
         vocabulary = _vocabulary(self.fit, assembler)
         return AdapterWeights(reader.key(), MappingProxyType(modules), self.nbytes, vocabulary)
+
+    def check(self, progress: Callable[[], None] = lambda: None, *, compare: bool = True) -> str:
+        """Read and check every number as `read` does, keep none, and return the adapter_key.
+
+        What is computed with the base's numbers is not. compare: copies of the base's weights with the base's.
+        """
+        reader = TensorReader(self._file, progress)
+        for entry, _ in self._destinations(reader):
+            self._read_entry(reader, entry, ())
+        if compare:
+            self._compare_copies(reader)
+        self._file.check_unchanged()
+        return reader.key()
+
+    def _compare_copies(self, reader: TensorReader) -> None:
+        for path, entry in self.fit.base_weights.items():
+            assert self._base is not None
+            reader.check_equal(entry, self._base.weight(path).detach())
 
     def _read_entry(self, reader: TensorReader, entry: TensorEntry, keys: tuple[Key, ...]) -> Tensor:
         """Read a tensor into its room, or rooms, or one that lasts until the adapter is complete."""

@@ -1,0 +1,84 @@
+"""`punica adapters`: the list is made here, the rest by a program of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app import adapters_command, cli
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
+
+
+def test_the_list_has_names_ranks_targets_bytes_and_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sentiment", "json-extract"):
+        (tmp_path / name).symlink_to(EXAMPLES / name)  # leads out of the folder: not an adapter of it
+    assert cli.main(["adapters", "list", str(tmp_path)]) == 0
+    assert "has no adapters" in capsys.readouterr().out
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").write_text("{}")
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "adapter_config.json").write_text("{}")
+    (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"")
+    (tmp_path / "cut.punica").write_bytes(b"PUNICA\0\1")
+    assert cli.main(["adapters", "list", str(tmp_path), "--json"]) == 0
+    reports = {report["name"]: report for report in json.loads(capsys.readouterr().out)}
+    assert {name: report["code"] for name, report in reports.items()} == {
+        "broken": "adapter_invalid",
+        "cut": "adapter_invalid",
+        "pickled": "adapter_unsupported",
+    }
+    assert "punica adapters convert" in reports["pickled"]["reason"]
+    assert cli.main(["adapters", "list", str(EXAMPLES)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    sentiment = next(line for line in lines if line.startswith("sentiment"))
+    assert sentiment.split() == ["sentiment", "16", "q_proj,", "v_proj", "1.239", "MB", "served"]
+
+
+def test_a_folder_that_is_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["adapters", "list", str(tmp_path / "none")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_the_list_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom app import cli\n"
+        f"assert cli.main(['adapters', 'list', {str(EXAMPLES)!r}]) == 0\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("action", adapters_command.TORCH_ACTIONS)
+def test_flags_reach_the_program_and_its_exit_code_comes_back(
+    action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[list[str]] = []
+
+    def call(command: list[str]) -> int:
+        calls.append(command)
+        return 1 if len(calls) == 1 else -9
+
+    monkeypatch.setattr(subprocess, "call", call)
+    given = [action, "some/folder", "--model", "base", "--json", "--help"]
+    assert cli.main(["adapters", *given]) == 1
+    assert calls[0][1:] == ["-m", "punica_core.adapter_tools", *given]
+    assert cli.main(["adapters", action]) == 1
+    assert "ended by signal 9" in capsys.readouterr().err
+
+
+def test_validate_runs_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "app", "adapters", "validate", str(EXAMPLES / "sentiment"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["verdict"] == "served"
+    assert len(report["adapter_key"]) == 64
