@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from punica_core.engine.forward import ModelForward
-from punica_core.engine.graphs import DecodeGraphs
+from punica_core.engine.graphs import DecodeGraphs, GraphKey
 from punica_core.engine.step_batch import MIN_ROWS, StepBatch, StepPacker
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
 from punica_core.engine.transfers import upload
@@ -25,8 +26,11 @@ from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResu
 class StepAttentionPlanner(Protocol):
     """What is told of a step before its layers compute attention."""
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """Prepare for the step, without waiting for the device."""
+    def wants_cut(self, batch: AttentionBatch) -> bool:
+        """Whether a decode step's contexts should be cut in pieces; graphs exist of both kinds."""
+
+    def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
+        """Prepare for the step, without waiting for the device. cut: contexts may be cut in pieces."""
 
 
 class PendingSamples(Protocol):
@@ -102,9 +106,10 @@ class DeviceRunner:
             for done, size in enumerate(sorted(sizes, reverse=True)):
                 on_progress(done / len(sizes))
                 batch = self._packer.pack((), {}, size, in_graph=True)
-                self._begin(batch)
-                for with_lora in families:
-                    graphs.capture(size, with_lora, functools.partial(self._forward, batch, with_lora=with_lora))
+                for cut, with_lora in itertools.product((True, False), families):
+                    self._begin(batch, cut)
+                    run = functools.partial(self._forward, batch, with_lora=with_lora)
+                    graphs.capture(GraphKey(size, with_lora, cut), run)
         self.graphs = graphs
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
@@ -118,15 +123,16 @@ class DeviceRunner:
         with_lora = self._lora is not None and has_adapters(batch.row_slots)
         if size is None or self.graphs is None:
             return batch, self._run(batch, with_lora)
-        self._begin(batch)
-        return batch, self.graphs.replay(size, with_lora)
+        cut = self._attention.wants_cut(batch.attention)
+        self._begin(batch, cut)
+        return batch, self.graphs.replay(GraphKey(size, with_lora, cut))
 
     def _run(self, batch: StepBatch, with_lora: bool) -> Tensor:
         self._begin(batch)
         return self._forward(batch, with_lora=with_lora)
 
-    def _begin(self, batch: StepBatch) -> None:
-        self._attention.begin(batch.attention)
+    def _begin(self, batch: StepBatch, cut: bool = True) -> None:
+        self._attention.begin(batch.attention, cut)
         if self._lora is not None:
             self._lora.begin(batch.row_slots)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor
 
 from punica_core.config import BLOCK_SIZE, EngineConfig
@@ -92,7 +93,7 @@ def build_gpu_parts(
         weights=loaded.base_bytes,
         activations=activations,
         workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes + builder.table_bytes,
-        graphs=graph_bytes(len(sizes) * (2 if config.lora else 1), loaded.kv_shape.num_layers),
+        graphs=graph_bytes(len(sizes) * (4 if config.lora else 2), loaded.kv_shape.num_layers),
         block_bytes=kv_bytes_per_block(loaded),
         max_model_len=loaded.max_model_len,
     )
@@ -132,6 +133,8 @@ def load_kernels(config: EngineConfig) -> None:
 def prepare_compiler() -> None:
     """Have torch keep what it compiles where a later start finds it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILE_CACHE))
+    if hasattr(inductor.triton, "enable_pdl"):  # kernels start before the one before them has ended
+        inductor.triton.enable_pdl = torch.cuda.get_device_capability() >= (9, 0)
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
 
 

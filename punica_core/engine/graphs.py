@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each batch size of a list, with adapters and without."""
+"""CUDA graphs of decode steps: for each batch size of a list, with and without adapters, of two kinds of attention."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
+class GraphKey:
+    """size: batch. with_lora: with the adapters' kernels. cut: attention works on pieces of contexts."""
+
     size: int
     with_lora: bool
+    cut: bool
 
 
 class DecodeGraphs:
@@ -34,7 +37,7 @@ class DecodeGraphs:
     def __init__(self, sizes: list[int], logits: Tensor) -> None:
         self.logits = logits
         self._sizes = sizes
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_seqs: int) -> int | None:
@@ -42,16 +45,16 @@ class DecodeGraphs:
         at = bisect_left(self._sizes, num_seqs)
         return self._sizes[at] if at < len(self._sizes) else None
 
-    def capture(self, size: int, with_lora: bool, run: Callable[[], Tensor]) -> None:
+    def capture(self, key: GraphKey, run: Callable[[], Tensor]) -> None:
         """Capture `run`, which computes logits [size, V]; the largest size first, so that all share its memory."""
         run()  # compiles, tunes and loads what the capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.logits[:size].copy_(run())
-        self._graphs[_Key(size, with_lora)] = graph
+            self.logits[: key.size].copy_(run())
+        self._graphs[key] = graph
 
-    def replay(self, size: int, with_lora: bool) -> Tensor:
+    def replay(self, key: GraphKey) -> Tensor:
         """Queue a captured step; returns its logits [size, V], valid until the next replay is queued."""
-        self._graphs[_Key(size, with_lora)].replay()
-        return self.logits[:size]
+        self._graphs[key].replay()
+        return self.logits[: key.size]

@@ -71,7 +71,11 @@ class GatheredAttention:
         """Use another cache of the same shape but for its number of blocks."""
         self._cache = cache
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def wants_cut(self, batch: AttentionBatch) -> bool:
+        """Never: contexts are not cut."""
+        return False
+
+    def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
         """Prepare for a step."""
         self._rows = sum(row.count for row in batch.kv_rows)
         self._step = PagedAttention(self._cache, batch.kv_rows) if batch.kv_rows else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,15 @@ from punica_core.model.staging import PinnedRing
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels exist for."""
 
+UNCUT_TOKENS = 384
+"""Contexts up to so many tokens are not cut in a decode step: merging costs more than it saves."""
+
+UNCUT_SHARE = 1.25
+"""Nor are they while the longest is at most so many times what every block has to do on average."""
+
 _INT_WORKSPACE_BYTES = 8 << 20
+_WORK_LIST_BYTES = 16 << 10
+"""Covers the three lists of a plan of up to 1,300 pieces, which come first."""
 _LAYOUT_NHD = 0
 _MASK_NONE, _MASK_CAUSAL = 0, 1
 _NO_POSITION_ENCODING = 0
@@ -49,6 +58,7 @@ class FlashInferAttention:
         kinds = list(dict.fromkeys(specs))
         self._num_heads = num_heads
         self._max_seqs = max_seqs
+        self._processors = int(torch.cuda.get_device_properties(cache.device).multi_processor_count)
         self.set_cache(cache)
         device, head_dim = cache.device, cache.size(-1)
         workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
@@ -61,12 +71,21 @@ class FlashInferAttention:
         self._cache = cache
         self._layers = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(cache.size(1))]
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """Plan a step and send the plan to the device, without waiting for it."""
+    def wants_cut(self, batch: AttentionBatch) -> bool:
+        """Whether a decode step is faster with its contexts cut in pieces, whose results are merged afterwards.
+
+        Not if every context is short, nor if the longest takes no more than its share of the whole work.
+        """
+        blocks = np.diff(batch.host_kv_indptr)
+        share = int(blocks.sum()) * self._cache.size(4) / (2 * self._processors)
+        return bool(blocks.max() > max(UNCUT_TOKENS // self._cache.size(3), UNCUT_SHARE * share))
+
+    def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
+        """Plan a step and send the plan to the device, without waiting for it. cut: contexts may be cut in pieces."""
         self._batch = batch
         sizes = (self._num_heads, self._cache.size(4), self._cache.size(3), self._cache.size(5))
         for kind in self._kinds:
-            kind.plan(batch, *sizes)
+            kind.plan(batch, cut, *sizes)
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch = self._batch
@@ -79,7 +98,7 @@ class FlashInferAttention:
     def _workspace_bytes(self) -> int:
         """For the partial outputs of contexts cut in pieces: at most two blocks a multiprocessor, or one a sequence."""
         num_kv_heads, head_dim = int(self._cache.size(4)), int(self._cache.size(5))
-        processors = int(torch.cuda.get_device_properties(self._cache.device).multi_processor_count)
+        processors = self._processors
         group = self._num_heads // num_kv_heads
         decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
         tile_rows = max(self._max_seqs * decode_tile, -(-2 * processors // num_kv_heads) * 128)
@@ -102,8 +121,12 @@ class _Kind:
     def _window_left(self) -> int:
         return -1 if self._spec.window is None else self._spec.window - 1
 
-    def plan(self, batch: AttentionBatch, num_heads: int, num_kv_heads: int, block_size: int, head_dim: int) -> None:
+    def plan(
+        self, batch: AttentionBatch, cut: bool, num_heads: int, num_kv_heads: int, block_size: int, head_dim: int
+    ) -> None:
         pinned = self._pinned.take()
+        # A graph may have more blocks than pieces of work; uncut ones do not know, so they repeat the first piece.
+        pinned[:_WORK_LIST_BYTES].zero_()
         kv_indptr = torch.from_numpy(batch.host_kv_indptr)
         self._plan = self._module.plan(
             self._workspace,
@@ -123,7 +146,7 @@ class _Kind:
             True,  # causal
             self._window_left,
             -1,  # pieces of any size
-            False,  # contexts may be cut in pieces
+            not cut,
             0,  # no blocks of other kernels beside it
         )
         self._pinned.sent()

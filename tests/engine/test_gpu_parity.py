@@ -23,6 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from punica_core.engine.graphs import GraphKey
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.ops import cuda
 from punica_core.scheduler.plan import BASE_SLOT, StepPlan
@@ -145,9 +146,10 @@ def test_the_wrong_adapter_is_far_from_the_reference(folders: Callable[[str], li
         assert float((logits - wrong).norm() / wrong.norm()) > 0.1
 
 
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
-    with_lora: bool, folders: Callable[[str], list[Path]]
+    with_lora: bool, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:
     adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
     driven = DrivenDeviceRunner(
@@ -160,12 +162,12 @@ def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
     assert driven.runner.graphs is not None
     with torch.inference_mode():
         batch = driven.packer.pack(plan.rows, {}, 8, in_graph=True)
-        driven.attention.inner.begin(batch.attention)
+        driven.attention.inner.begin(batch.attention, cut)
         assert driven.lora is not None
         driven.lora.begin(batch.row_slots)
         eager = driven.forward(batch, with_lora=with_lora)[:6].clone()
-        replayed = [driven.runner.graphs.replay(8, with_lora)[:6].clone() for _ in range(2)]
-        other_family = driven.runner.graphs.replay(8, not with_lora)[:6].clone()
+        replayed = [driven.runner.graphs.replay(GraphKey(8, with_lora, cut))[:6].clone() for _ in range(2)]
+        other_family = driven.runner.graphs.replay(GraphKey(8, not with_lora, cut))[:6].clone()
     assert torch.equal(replayed[0], eager)
     assert torch.equal(replayed[0], replayed[1])
     assert torch.equal(other_family, eager) != with_lora
@@ -201,6 +203,21 @@ def test_pending_rows_on_the_gpu_take_the_tokens_of_the_step_before(folders: Cal
             results = [step.result() for step in pending]
         outcomes.append([{k: v.token_id for k, v in result.sampled.items()} for result in results])
     assert outcomes[0] == outcomes[1]
+
+
+def test_contexts_in_pieces_and_whole_give_alike_logits(folders: Callable[[str], list[Path]]) -> None:
+    driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), flashinfer=True, graph_sizes=(2, 8))
+    sequences = [driven.sequence(random_prompt(length, 512)) for length in (120, 3, 64, 17)]
+    driven.generate(sequences, new_tokens=2)
+    assert driven.runner.graphs is not None
+    logits = {}
+    for cut in (True, False):
+        with torch.inference_mode():
+            batch = driven.packer.pack([driven.row(s, 1) for s in sequences], {}, 8, in_graph=True)
+            driven.attention.inner.begin(batch.attention, cut)
+            logits[cut] = driven.runner.graphs.replay(GraphKey(8, False, cut))[:4].float().clone()
+    torch.testing.assert_close(logits[True], logits[False], rtol=0.05, atol=0.05)
+    assert not torch.equal(logits[True][0], logits[True][1])
 
 
 @pytest.mark.slow
