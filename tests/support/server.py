@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,19 +36,24 @@ class LiveServer:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
-    def metric(self, name: str) -> float:
-        """Sum over the labels of one Prometheus sample name."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum over the labels of one Prometheus sample name; over those with `label`, such as 'reason="no_seats"'."""
         text = httpx.get(f"{self.url}/metrics").raise_for_status().text
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        assert lines, f"no metric {name} in:\n{text}"
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        assert lines or label, f"no metric {name} in:\n{text}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if label in line)
 
 
 @contextlib.contextmanager
-def serve(log: Path, *flags: str, ready_within: float = 180.0) -> Iterator[LiveServer]:
-    """Start `punica serve` on a free port, wait until it is ready, and terminate it at the end."""
+def serve(
+    log: Path, *flags: str, ready_within: float = 180.0, module: Sequence[str] = ("app.cli",)
+) -> Iterator[LiveServer]:
+    """Start `punica serve` on a free port, wait until it is ready, and terminate it at the end.
+
+    module: what stands for the `punica` command, and its first arguments.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port), *flags]
+    command = [sys.executable, "-m", *module, "serve", "--port", str(port), *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1"})
     server = LiveServer(f"http://127.0.0.1:{port}", process, log)
