@@ -6,7 +6,8 @@ slower than the engine (a slow client) finds more tokens at its next turn instea
 client is at most one list of token ids.
 
 Seats: a sequence holds one from admission until the engine's terminal output, also when its client left. There are
-max_num_seqs (running) plus max_queue (waiting) of them.
+max_num_seqs (running) plus max_queue (waiting) of them. Prompts differ widely in work and memory, so the prompt tokens
+of sequences that have no output yet are bounded as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Batcher:
     """Owner of the client streams. Everything runs on the event loop's thread.
 
     submit, cancel: hand a message to the engine. check_ready: raises a CapacityError while no engine takes work.
+    max_queue_tokens: bound on `queued_tokens`; a single longer prompt is admitted when no other is queued.
     """
 
     def __init__(
@@ -37,12 +39,15 @@ class Batcher:
         *,
         max_num_seqs: int,
         max_queue: int,
+        max_queue_tokens: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._submit = submit
         self._cancel = cancel
         self._check_ready = check_ready
         self._seats = max_num_seqs + max_queue
+        self._max_queue_tokens = max_queue_tokens
+        self._queued_tokens = 0
         self._clock = clock
         self._ids = itertools.count(1)
         self._live: dict[int, SequenceStream] = {}
@@ -59,6 +64,11 @@ class Batcher:
     def in_flight(self) -> int:
         """Sequences that hold a seat."""
         return len(self._live)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of live sequences without any output."""
+        return self._queued_tokens
 
     @property
     def draining(self) -> bool:
@@ -80,9 +90,9 @@ class Batcher:
 
         on_end: called once when the last of them has given its seat back, for whatever reason, with the number of
         tokens that were generated for them.
-        Raises QueueFull, Draining, whatever check_ready raises, or InvalidRequest for more sequences than seats exist.
+        Raises QueueFull, Draining, whatever check_ready raises, or InvalidRequest for what would never be admitted.
         """
-        self._check_admission(len(requests))
+        self._check_admission(requests)
         started = self._clock() if arrived_at is None else arrived_at
         flight = Flight(self.cancel, metrics, adapter, on_end, eager=eager, arrived_at=started)
         flight.seats = len(requests)
@@ -91,6 +101,7 @@ class Batcher:
         for index, request in enumerate(requests):
             sequence = SequenceStream(next(self._ids), index, request, flight)
             flight.sequences.append(sequence)
+            self._queued_tokens += len(request.prompt_ids)
             self._live[sequence.request_id] = sequence
             self._outbox[sequence.request_id] = NewSequence(
                 request_id=sequence.request_id,
@@ -103,7 +114,8 @@ class Batcher:
         self._plan_flush()
         return flight
 
-    def _check_admission(self, count: int) -> None:
+    def _check_admission(self, requests: Sequence[SequenceRequest]) -> None:
+        count, tokens = len(requests), sum(len(request.prompt_ids) for request in requests)
         if self._draining:
             raise Draining("The server is shutting down and takes no new requests.")
         self._check_ready()
@@ -115,6 +127,16 @@ class Batcher:
             raise QueueFull(
                 f"{len(self._live)} sequences are running or waiting and {count} more would exceed the limit of "
                 f"{self._seats}. Try again later."
+            )
+        if tokens > self._max_queue_tokens and count > 1:
+            raise InvalidRequest(
+                f"The request has {tokens} prompt tokens (prompts x n); at most {self._max_queue_tokens} may wait. "
+                "Split the request."
+            )
+        if self._queued_tokens and self._queued_tokens + tokens > self._max_queue_tokens:
+            raise QueueFull(
+                f"{self._queued_tokens} prompt tokens are waiting and {tokens} more would exceed the limit of "
+                f"{self._max_queue_tokens}. Try again later."
             )
 
     def cancel(self, sequence: SequenceStream) -> None:
@@ -138,6 +160,8 @@ class Batcher:
             sequence = live.get(output.request_id)
             if sequence is None:
                 continue
+            if sequence.queued:
+                self._leave_queue(sequence)
             if sequence.finish_reason is None:
                 sequence.accept(output, now)
             if output.finish_reason is not None:
@@ -171,8 +195,15 @@ class Batcher:
                 unused = self._unused[path] = asyncio.get_running_loop().create_future()
             await asyncio.shield(unused)
 
+    def _leave_queue(self, sequence: SequenceStream) -> None:
+        sequence.queued = False
+        self._queued_tokens -= len(sequence.request.prompt_ids)
+
     def _remove(self, request_id: int) -> None:
-        flight = self._live.pop(request_id).flight
+        sequence = self._live.pop(request_id)
+        if sequence.queued:
+            self._leave_queue(sequence)
+        flight = sequence.flight
         if flight.adapter is not None:
             self._give_back(flight.adapter.path)
         if not self._live:

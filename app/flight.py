@@ -30,6 +30,7 @@ class SequenceStream:
     """What the engine has produced for one sequence and its reader has not taken yet.
 
     finish_reason and error are set by the terminal output; cached_tokens and adapter_key come with the first token.
+    queued: whether the engine has not answered yet; the batcher's own.
     on_arrival: called for every output, whether anybody reads or not; returns whether the sequence is over.
     """
 
@@ -45,6 +46,7 @@ class SequenceStream:
         "logprobs",
         "on_arrival",
         "prompt_logprobs",
+        "queued",
         "request",
         "request_id",
         "stop_token_id",
@@ -66,6 +68,7 @@ class SequenceStream:
         self.adapter_key = ""
         self.last_output_at = 0.0
         self.on_arrival: Callable[[], bool] | None = None
+        self.queued = True
         self._announced = False
 
     def take_tokens(self) -> list[int]:

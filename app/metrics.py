@@ -76,17 +76,19 @@ class ModelMetrics:
 
 
 class Metrics(Collector):
-    """All numbers of a server. known_names: the names that exist now; in_flight: sequences that hold a seat; more:
-    collectors of other parts, scraped with this one."""
+    """All numbers of a server. known_names: the names that exist now; in_flight: sequences that hold a seat;
+    queued_tokens: prompt tokens of those without any output; more: collectors of other parts, scraped with this one."""
 
     def __init__(
         self,
         known_names: Callable[[], Collection[str]],
         in_flight: Callable[[], int],
+        queued_tokens: Callable[[], int],
         more: Sequence[Collector] = (),
     ) -> None:
         self._known_names = known_names
         self._in_flight = in_flight
+        self._queued_tokens = queued_tokens
         self._models: dict[str, ModelMetrics] = {}
         self._unknown = ModelMetrics()
         self._engine = StepStats()
@@ -169,6 +171,8 @@ class Metrics(Collector):
 
     def _engine_families(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("punica_in_flight", "Sequences admitted and not ended.", value=self._in_flight())
+        queued = "Prompt tokens of admitted sequences without any output."
+        yield GaugeMetricFamily("punica_queued_prompt_tokens", queued, value=self._queued_tokens())
         yield GaugeMetricFamily("punica_worker_up", "1 while a worker takes commands.", value=int(self.worker_up))
         yield CounterMetricFamily("punica_worker_restarts", "Workers started after a loss.", value=self.worker_restarts)
         for name, help_text in _ENGINE_GAUGES.items():

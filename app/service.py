@@ -110,11 +110,14 @@ class Service:
             self.supervisor.check_ready,
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.max_queue,
+            max_queue_tokens=settings.max_queue_tokens,
         )
         self.loader = AdapterLoader(
             self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
         )
-        self.metrics = Metrics(self.all_names, lambda: self.batcher.in_flight, [self.usages])
+        self.metrics = Metrics(
+            self.all_names, lambda: self.batcher.in_flight, lambda: self.batcher.queued_tokens, [self.usages]
+        )
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._templates: AdapterTemplates | None = None

@@ -73,6 +73,9 @@ class Settings:
     cuda_graphs: bool = _key(True, "on a GPU, capture decode steps at start; false starts sooner and runs slower")
     seed: int = _key(-1, "seeds the noise of requests that bring no seed; -1 takes a new one at each start")
     max_queue: int = _key(1024, "sequences that may wait beyond max_num_seqs; more are answered 429")
+    max_queue_tokens: int = _key(
+        2**20, "prompt tokens that may wait for a first output; more are answered 429, but for a prompt that is alone"
+    )
     max_body_bytes: int = _key(
         8 * 2**20, "largest request body, e.g. 8MiB; a larger one is answered 413", is_bytes=True
     )
@@ -99,6 +102,7 @@ class Settings:
     def __post_init__(self) -> None:
         positive = (
             "max_queue",
+            "max_queue_tokens",
             "max_body_bytes",
             "drain_timeout",
             "stall_timeout",

@@ -33,8 +33,15 @@ class Engine:
             raise self.failure
 
 
-def batcher_of(engine: Engine, seats: int = 1000) -> Batcher:
-    return Batcher(engine.submit, engine.cancel, engine.check_ready, max_num_seqs=1, max_queue=seats - 1)
+def batcher_of(engine: Engine, seats: int = 1000, queue_tokens: int = 10**6) -> Batcher:
+    return Batcher(
+        engine.submit,
+        engine.cancel,
+        engine.check_ready,
+        max_num_seqs=1,
+        max_queue=seats - 1,
+        max_queue_tokens=queue_tokens,
+    )
 
 
 async def turn() -> None:
@@ -106,6 +113,42 @@ async def test_full_queue_refuses_all_of_a_request_or_none() -> None:
 async def test_a_request_that_could_never_fit_is_not_told_to_come_back() -> None:
     with pytest.raises(InvalidRequest, match="at most 4"):
         batcher_of(Engine(), seats=4).open([REQUEST] * 5, ModelMetrics())
+
+
+async def test_prompt_tokens_that_wait_are_bounded_until_the_engine_answers() -> None:
+    batcher = batcher_of(Engine(), queue_tokens=8)
+    batcher.open([REQUEST] * 2, ModelMetrics())
+    with pytest.raises(QueueFull, match="6 prompt tokens are waiting and 3 more would exceed the limit of 8"):
+        batcher.open([REQUEST], ModelMetrics())
+    assert (batcher.in_flight, batcher.queued_tokens) == (2, 6)
+    await turn()
+    batcher.on_outputs([SequenceOutput(1, [4])])
+    batcher.open([REQUEST], ModelMetrics())
+    assert (batcher.in_flight, batcher.queued_tokens) == (3, 6)
+
+
+async def test_prompt_tokens_stop_waiting_however_a_sequence_ends() -> None:
+    batcher = batcher_of(Engine())
+    flights = [batcher.open([REQUEST], ModelMetrics()) for _ in range(4)]
+    flights[0].abandon()  # before it left
+    assert batcher.queued_tokens == 9
+    await turn()
+    flights[1].abandon()
+    assert batcher.queued_tokens == 9  # the engine has it still
+    batcher.on_outputs([SequenceOutput(2, finish_reason=FinishReason.CANCELLED)])
+    batcher.on_outputs([SequenceOutput(3, [5]), SequenceOutput(3, [6], FinishReason.LENGTH)])
+    assert batcher.queued_tokens == 3
+    batcher.fail_all(WorkerLost("gone"))
+    assert (batcher.in_flight, batcher.queued_tokens) == (0, 0)
+
+
+async def test_a_prompt_beyond_the_bound_is_admitted_alone_and_several_never() -> None:
+    batcher = batcher_of(Engine(), queue_tokens=2)
+    with pytest.raises(InvalidRequest, match="6 prompt tokens"):
+        batcher.open([REQUEST] * 2, ModelMetrics())
+    batcher.open([REQUEST], ModelMetrics())
+    with pytest.raises(QueueFull):
+        batcher.open([REQUEST], ModelMetrics())
 
 
 async def test_a_seat_is_free_after_the_terminal_output() -> None:

@@ -292,6 +292,25 @@ async def test_a_full_queue_is_a_429_with_retry_after(make_server: MakeServer) -
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
+async def test_too_many_waiting_prompt_tokens_are_a_429(make_server: MakeServer) -> None:
+    async with make_server(settings={"max_queue_tokens": 8}, auto=False) as server:
+        waiting = asyncio.create_task(server.complete(prompt=[1] * 5, max_tokens=2))
+        while not server.engine.submissions:
+            await asyncio.sleep(0)
+        refused = await server.complete(prompt=[1] * 5)
+        metrics = (await server.http.get("/metrics")).text
+        server.engine.step()  # the first token: it waits no more
+        admitted = asyncio.create_task(server.complete(prompt=[1] * 5, max_tokens=1))
+        while len(server.engine.submissions) < 2:
+            await asyncio.sleep(0)
+        server.engine.step()
+        answers = await asyncio.gather(waiting, admitted)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "punica_queued_prompt_tokens 5.0" in metrics
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
 async def test_unknown_fields_are_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="app.service")
     for _ in range(3):
