@@ -49,9 +49,7 @@ def test_requests_beyond_the_limit_are_told_when_to_come_back(clock: Clock) -> N
     for left in (2, 1, 0):
         usage.take_request()
         assert shown(usage)["remaining-requests"] == str(left)
-    with pytest.raises(
-        RateLimited, match=r"on requests per minute: limit 3, used 3, requested 1\. .* in 20s\."
-    ):
+    with pytest.raises(RateLimited, match=r"on requests per minute: limit 3, used 3, requested 1\. .* in 20s\."):
         usage.take_request()
     clock.now += 19.9
     with pytest.raises(RateLimited) as caught:
