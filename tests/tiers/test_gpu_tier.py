@@ -114,10 +114,10 @@ def test_a_slot_is_granted_only_when_its_copy_has_arrived(
     copying, go_on = threading.Event(), threading.Event()
     real = ArenaWriter.write
 
-    def write_slowly(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any, **options: Any) -> None:
         copying.set()
         assert go_on.wait(PATIENCE)
-        real(*arguments)
+        real(*arguments, **options)
 
     monkeypatch.setattr(ArenaWriter, "write", write_slowly)
     while not copying.is_set():
@@ -137,10 +137,10 @@ def test_an_adapter_forgotten_while_it_is_copied_leaves_nothing_behind(
     copied = threading.Event()
     real = ArenaWriter.write
 
-    def forget_meanwhile(*arguments: Any) -> None:
+    def forget_meanwhile(*arguments: Any, **options: Any) -> None:
         tier.forget(ref.path)
         assert tier.arena.num_free == 0, "the copy still needs the range"
-        real(*arguments)
+        real(*arguments, **options)
         copied.set()
 
     monkeypatch.setattr(ArenaWriter, "write", forget_meanwhile)
@@ -168,7 +168,7 @@ def test_a_copy_that_fails_is_that_adapters_alone_and_costs_no_memory(
     tier = make_tier(NUM_ELEMENTS, retry_seconds=0.0)
     a, b = add(adapters, 2)
 
-    def break_down(*arguments: Any) -> None:
+    def break_down(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("a bus error")
 
     with monkeypatch.context() as patch:
