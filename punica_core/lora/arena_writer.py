@@ -57,18 +57,16 @@ class ArenaWriter:
         layout: AdapterLayout[int],
         runs: Sequence[Run],
         check: Callable[[], None] = lambda: None,
-        *,
         laid_out: Tensor | None = None,
     ) -> None:
         """Copy an adapter to `runs` and then point `slot` at it; returns when the device has both.
 
         No step that is queued may read the slot or the runs. `check` is called before each buffer is sent; what it
-        raises ends the write, and leaves the slot as it was. laid_out: the elements of the whole layout, 1-D, if they
-        are there already; they are copied as they are.
+        raises ends the write, and leaves the slot as it was. laid_out: a buffer, 1-D, of which the matrices may be
+        views; if they lie in it as in the layout, it is copied as a whole.
         """
         send = _Sender(self, runs, check)
-        if laid_out is not None:
-            assert laid_out.numel() == layout.num_elements
+        if laid_out is not None and laid_out.dtype == self._dtype and _is_laid_out(modules, layout, laid_out):
             send.put_all(_as_words(laid_out, self._dtype))
         else:
             for index, module in modules.items():
@@ -176,6 +174,16 @@ class _Sender:
             self.flush()
         assert len(self._buffer) - self._filled >= least, "a row is longer than the buffer"
         return self._buffer[self._filled :]
+
+
+def _is_laid_out(modules: Mapping[int, ModuleWeights], layout: AdapterLayout[int], buffer: Tensor) -> bool:
+    """Whether `buffer` is all of the layout, with each matrix at its place."""
+    return buffer.numel() == layout.num_elements and all(
+        matrix.data_ptr() == buffer.data_ptr() + part.start * buffer.itemsize
+        and (matrix.stride() == (part.pitch, 1) or part.height == 1)
+        for index, module in modules.items()
+        for part, matrix in zip(layout.places[index].parts, matrices(module), strict=True)
+    )
 
 
 def _as_words(matrix: Tensor, dtype: torch.dtype) -> npt.NDArray[np.generic]:

@@ -19,7 +19,7 @@ from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupport
 from punica_core.lora.arena_layout import Run, lay_out
 from punica_core.lora.arena_writer import ArenaWriter
 from punica_core.lora.packed import PackedReader
-from punica_core.lora.tables import AdapterTables, Arena, shape_of
+from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, shape_of
 from punica_core.lora.weight import LoRAWeight
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from tests.support.driven_runner import DrivenRunner
@@ -104,7 +104,7 @@ def test_wrong_sources_and_targets_are_refused(adapter: Path, base: BaseFolder, 
 
 @pytest.mark.parametrize("buffer_bytes", [4096, 1_000_000])
 def test_a_laid_out_adapter_fills_the_arena_as_its_matrices_do(
-    adapter: Path, base: BaseFolder, tmp_path: Path, buffer_bytes: int
+    adapter: Path, base: BaseFolder, tmp_path: Path, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(str(adapter), str(tmp_path / "a.punica"), base, torch.float32)
     weights = read(tmp_path / "a.punica", base)
@@ -113,16 +113,26 @@ def test_a_laid_out_adapter_fills_the_arena_as_its_matrices_do(
     half = layout.num_elements // 2 // 8 * 8
     cut = next(end for end in ends(layout.part_sizes) if end > half)
     runs = (Run(0, cut, 4096), Run(cut, layout.num_elements - cut, 8))
-    written = []
-    for laid_out in (None, weights.laid_out, torch.zeros(layout.num_elements)):
+
+    def written(modules: dict[int, ModuleWeights], laid_out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = lay_out({index: shape_of(module) for index, module in modules.items()})
         arena = Arena(2 * layout.num_elements + 8192, dtype=torch.float32)
         tables = AdapterTables(len(modules), 2)
-        writer = ArenaWriter(arena, tables, buffer_bytes=buffer_bytes)
-        writer.write(1, modules, layout, runs, laid_out=laid_out)
-        written.append((arena.buffer, tables.records))
-    assert torch.equal(written[0][0], written[1][0])
-    assert torch.equal(written[0][1], written[1][1])
-    assert not torch.equal(written[0][0], written[2][0]), "it is what was laid out that is copied"
+        ArenaWriter(arena, tables, buffer_bytes=buffer_bytes).write(1, modules, layout, runs, laid_out=laid_out)
+        return arena.buffer, tables.records
+
+    plain = written(modules, None)
+    other = written(modules, torch.zeros(layout.num_elements))
+    assert torch.equal(plain[0], other[0]), "a buffer that the matrices do not lie in is not used"
+    backwards = dict(reversed(modules.items()))
+    runs = (Run(0, layout.num_elements, 4096),)
+    expected, got = written(backwards, None), written(backwards, weights.laid_out)
+    assert torch.equal(expected[0], got[0]), "nor one that has them in another order"
+    runs = (Run(0, cut, 4096), Run(cut, layout.num_elements - cut, 8))
+    monkeypatch.setattr("punica_core.lora.arena_writer._Sender.put", None)  # matrix by matrix
+    whole = written(modules, weights.laid_out)
+    assert torch.equal(plain[0], whole[0])
+    assert torch.equal(plain[1], whole[1])
 
 
 def ends(sizes: list[int]) -> list[int]:
