@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from punica_core.engine.forward import ModelForward
-from punica_core.engine.graphs import DecodeGraphs, GraphKey
-from punica_core.engine.step_batch import MIN_ROWS, StepBatch, StepPacker
+from punica_core.engine.graphs import GraphKey, GraphSizes, StepGraphs
+from punica_core.engine.step_batch import BatchSizes, StepBatch, StepPacker, exact_sizes, split_rows
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
 from punica_core.engine.transfers import upload
 from punica_core.lora.table_step import TableLoRA, has_adapters
@@ -55,7 +55,7 @@ class DeviceSampler(Protocol):
 
 
 class DeviceRunner:
-    """Implements `engine.Runner`. graphs: captured decode steps, None while every step is computed eagerly."""
+    """Implements `engine.Runner`. graphs: captured steps, None while every step is computed eagerly."""
 
     runs_ahead = True
 
@@ -73,7 +73,7 @@ class DeviceRunner:
         self._forward = forward
         self._sampler = sampler
         self._sampled_at: dict[int, int] = {}
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queue the plan's rows. Raises for faults that are not one row's own."""
@@ -94,38 +94,44 @@ class DeviceRunner:
             self._run(self._packer.pack_padding(num_rows), with_lora)
 
     def capture(
-        self, sizes: Sequence[int], logits: Tensor, on_progress: Callable[[float], None] = lambda share: None
+        self, sizes: GraphSizes, logits: Tensor, on_progress: Callable[[float], None] = lambda share: None
     ) -> None:
-        """Capture decode steps of the given batch sizes. logits: [max size, V], the graphs' output.
+        """Capture steps of the given sizes. logits: [most rows of logits, V], the graphs' output.
 
         The KV cache, the tables and the arena must be those that will serve. on_progress: told the share that is done.
         """
-        graphs = DecodeGraphs(sorted(sizes), logits)
+        graphs = StepGraphs(sizes, logits)
         families = (True, False) if self._lora is not None else (False,)
+        steps = sizes.steps()
         with torch.inference_mode():
-            for done, size in enumerate(sorted(sizes, reverse=True)):
-                on_progress(done / len(sizes))
-                batch = self._packer.pack((), {}, size, in_graph=True)
-                for cut, with_lora in itertools.product((True, False), families):
+            for done, step in enumerate(steps):
+                on_progress(done / len(steps))
+                batch = self._packer.pack((), (), {}, step, in_graph=True)
+                for cut, with_lora in itertools.product((True,) if step.num_prompts else (True, False), families):
                     self._begin(batch, cut)
                     run = functools.partial(self._forward, batch, with_lora=with_lora)
-                    graphs.capture(GraphKey(size, with_lora, cut), run)
+                    graphs.capture(GraphKey(step, with_lora, cut), run)
         self.graphs = graphs
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""
-        is_decode = all(row.count == 1 for row in rows)
-        # Logits that are read after the launch must not lie where the next graph puts its own.
-        can_replay = is_decode and not any(map(scored_prompt_tokens, rows))
-        size = self.graphs.size_for(len(rows)) if can_replay and self.graphs is not None else None
-        padded_to = size if size is not None else max(len(rows), MIN_ROWS) if is_decode else None
-        batch = self._packer.pack(rows, self._sampled_at, padded_to, in_graph=size is not None)
+        decode, prompts = split_rows(rows)
+        captured = self._captured_sizes(decode, prompts)
+        sizes = exact_sizes(decode, prompts) if captured is None else captured
+        batch = self._packer.pack(decode, prompts, self._sampled_at, sizes, in_graph=captured is not None)
         with_lora = self._lora is not None and has_adapters(batch.row_slots)
-        if size is None or self.graphs is None:
+        if captured is None or self.graphs is None:
             return batch, self._run(batch, with_lora)
-        cut = self._attention.wants_cut(batch.attention)
+        cut = bool(prompts) or self._attention.wants_cut(batch.attention)
         self._begin(batch, cut)
-        return batch, self.graphs.replay(GraphKey(size, with_lora, cut))
+        return batch, self.graphs.replay(GraphKey(captured, with_lora, cut))
+
+    def _captured_sizes(self, decode: Sequence[RowPlan], prompts: Sequence[RowPlan]) -> BatchSizes | None:
+        """The captured step that these rows can be padded to, if there is one."""
+        # Logits that are read after the launch must not lie where the next graph puts its own.
+        if self.graphs is None or any(map(scored_prompt_tokens, (*decode, *prompts))):
+            return None
+        return self.graphs.sizes.fit(len(decode), sum(row.count for row in prompts), len(prompts))
 
     def _run(self, batch: StepBatch, with_lora: bool) -> Tensor:
         self._begin(batch)

@@ -18,10 +18,10 @@ from punica_core.engine import device_memory, noise
 from punica_core.engine.device_runner import DeviceRunner
 from punica_core.engine.device_sampler import DeviceSampler
 from punica_core.engine.forward import ModelForward
-from punica_core.engine.graphs import graph_sizes
+from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.memory_plan import MemoryDemand, MemoryPlan, graph_bytes, plan_gpu_memory
 from punica_core.engine.runner import allocate_kv_cache, kv_bytes_per_block
-from punica_core.engine.step_batch import StepPacker
+from punica_core.engine.step_batch import MIN_ROWS, BatchSizes, StepPacker
 from punica_core.errors import ConfigError
 from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
@@ -93,7 +93,7 @@ def build_gpu_parts(
         weights=loaded.base_bytes,
         activations=activations,
         workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes + builder.table_bytes,
-        graphs=graph_bytes(len(sizes) * (4 if config.lora else 2), loaded.kv_shape.num_layers),
+        graphs=graph_bytes(sizes.num_graphs * (2 if config.lora else 1), loaded.kv_shape.num_layers),
         block_bytes=kv_bytes_per_block(loaded),
         max_model_len=loaded.max_model_len,
     )
@@ -151,13 +151,18 @@ class _Builder:
                 "Attention runs in plain torch and without CUDA graphs, since FlashInfer cannot: %s.", reason
             )
         has_graphs = config.cuda_graphs and reason is None
-        self.sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
+        budget = config.max_num_batched_tokens
+        self.sizes = GraphSizes.of(config.max_num_seqs, budget) if has_graphs else GraphSizes()
         cache = allocate_kv_cache(loaded, 1)
         if reason is None:
-            largest = max([self._max_seqs, *self.sizes])
-            specs = loaded.attention_specs
+            largest = self.sizes.largest
             self._attention: FlashInferAttention | GatheredAttention = FlashInferAttention(
-                cache, loaded.num_heads, specs, largest
+                cache,
+                loaded.num_heads,
+                loaded.attention_specs,
+                max(self._max_seqs, largest.num_decode),
+                max_prompt_rows=largest.num_prompt_rows,
+                max_prompts=largest.num_prompts,
             )
         else:
             self._attention = GatheredAttention(cache, loaded.attention_specs)
@@ -167,7 +172,8 @@ class _Builder:
     @property
     def logits_bytes(self) -> int:
         """Of the graphs' output, and of one copy in fp32, which rows that edit their logits need."""
-        return max([self._max_seqs, *self.sizes]) * self._loaded.vocab_size * (int(self._loaded.dtype.itemsize) + 4)
+        rows = max(self._max_seqs, self.sizes.largest.num_logits)
+        return rows * self._loaded.vocab_size * (int(self._loaded.dtype.itemsize) + 4)
 
     @property
     def table_bytes(self) -> int:
@@ -198,28 +204,33 @@ class _Builder:
         return self._runner(lora, padding_block=num_blocks)
 
     def capture(self, runner: DeviceRunner, on_progress: Progress) -> None:
-        """Capture all decode steps, the largest first."""
-        if not self.sizes:
+        """Capture all steps, the largest first."""
+        if not self.sizes.decode:
             return
-        logits: Tensor = torch.empty(
-            max(self.sizes), self._loaded.vocab_size, dtype=self._loaded.dtype, device=self._loaded.device
-        )
+        rows, loaded = self.sizes.largest.num_logits, self._loaded
+        logits: Tensor = torch.empty(rows, loaded.vocab_size, dtype=loaded.dtype, device=loaded.device)
         runner.capture(self.sizes, logits, lambda share: on_progress("capturing CUDA graphs", 0.92 + 0.08 * share))
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self._loaded.groups, tables)
-        rows = max(self._config.max_num_batched_tokens, *self.sizes, 2)
+        rows = max(self._config.max_num_batched_tokens, self.sizes.largest.num_rows, MIN_ROWS)
         return TableLoRA(tables, arena, max_rows=rows, max_rank=self._config.max_lora_rank)
 
     def _runner(self, lora: TableLoRA | None, padding_block: int) -> DeviceRunner:
         loaded, config = self._loaded, self._config
-        max_seqs = max([self._max_seqs, *self.sizes])
+        captured, budget = self.sizes.largest, config.max_num_batched_tokens
+        max_seqs = max(self._max_seqs, captured.num_decode, MIN_ROWS)
+        largest = BatchSizes(
+            num_decode=max_seqs,
+            num_prompt_rows=max(budget, captured.num_prompt_rows),
+            num_prompts=max(self._max_seqs, captured.num_prompts),
+            num_prompt_logits=max(budget, captured.num_prompt_logits),
+        )
         packer = StepPacker(
             loaded.device,
             block_size=BLOCK_SIZE,
-            max_rows=max(config.max_num_batched_tokens, max_seqs),
-            max_seqs=max_seqs,
-            max_blocks=max_seqs * -(-loaded.max_model_len // BLOCK_SIZE),
+            largest=largest,
+            max_blocks=max_seqs * -(-loaded.max_model_len // BLOCK_SIZE) + max_seqs,
             padding_block=padding_block,
         )
         forward = ModelForward(loaded, self._op, lora, compiled=config.compile)

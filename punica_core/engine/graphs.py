@@ -1,60 +1,115 @@
-"""CUDA graphs of decode steps: for each batch size of a list, with and without adapters, of two kinds of attention."""
+"""CUDA graphs of steps: of decode steps, and of steps with a few short prompts beside decoding sequences.
+
+Launching a step kernel by kernel takes the host longer than a short step takes the GPU. There is a graph for each of a
+few sizes, to which steps are padded; with and without adapters; and for decode steps of two kinds of attention.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from punica_core.engine.step_batch import MIN_ROWS
+from punica_core.engine.step_batch import MIN_ROWS, BatchSizes
 
 MAX_GRAPH_SEQS = 256
-"""Sequences of the largest step that is captured."""
+"""Sequences of the largest decode step that is captured."""
+
+MAX_PROMPTS = 16
+"""Prompts of a captured step with prompts, at most."""
+
+PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of prompts in captured steps. Longer steps take the GPU longer than the host."""
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, dense where a step is short, so that padding costs little; the last fits max_num_seqs."""
-    limit = min(max_num_seqs, MAX_GRAPH_SEQS)
-    sizes = [MIN_ROWS, 4, *range(8, 128, 8), *range(128, MAX_GRAPH_SEQS + 1, 32)]
-    return sizes[: bisect_left(sizes, limit) + 1]
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """decode: batch sizes of decode steps. mixed: those beside prompts. prompt_rows: of these. All ascending."""
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+    prompt_rows: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
+        """Dense where a step is short, so that padding costs little; the largest fits max_num_seqs."""
+        limit = min(max_num_seqs, MAX_GRAPH_SEQS)
+        sizes = [MIN_ROWS, 4, *range(8, 128, 8), *range(128, MAX_GRAPH_SEQS + 1, 32)]
+        decode = tuple(sizes[: bisect_left(sizes, limit) + 1])
+        quarters = {decode[bisect_left(decode, decode[-1] * quarter / 4)] for quarter in range(1, 5)}
+        prompt_rows = tuple(rows for rows in PROMPT_ROWS if rows <= max_num_batched_tokens)
+        return cls(decode, (0, *sorted(quarters)), prompt_rows)
+
+    @property
+    def num_graphs(self) -> int:
+        """Without adapters; with them there are as many again."""
+        return 2 * len(self.decode) + len(self.mixed) * len(self.prompt_rows)
+
+    @property
+    def largest(self) -> BatchSizes:
+        """Sizes that no captured step's exceed, in any of them."""
+        if not self.prompt_rows:
+            return BatchSizes(max(self.decode, default=0))
+        return BatchSizes(max(self.decode), self.prompt_rows[-1], MAX_PROMPTS, MAX_PROMPTS)
+
+    def steps(self) -> list[BatchSizes]:
+        """The steps to capture, the largest first, so that all can share its memory."""
+        found = [BatchSizes(size) for size in self.decode]
+        found += [mixed_sizes(size, rows) for size in self.mixed for rows in self.prompt_rows]
+        return sorted(found, key=lambda sizes: -sizes.num_rows)
+
+    def fit(self, num_decode: int, num_prompt_rows: int, num_prompts: int) -> BatchSizes | None:
+        """The sizes of the smallest captured step that fits, None if there is none."""
+        if num_prompts == 0:
+            size = _first_at_least(self.decode, num_decode)
+            return None if size is None else BatchSizes(size)
+        size, rows = _first_at_least(self.mixed, num_decode), _first_at_least(self.prompt_rows, num_prompt_rows)
+        if size is None or rows is None or num_prompts > MAX_PROMPTS:
+            return None
+        return mixed_sizes(size, rows)
+
+
+def mixed_sizes(num_decode: int, num_prompt_rows: int) -> BatchSizes:
+    """Of a captured step with prompts, each of which needs one row of logits at most."""
+    return BatchSizes(num_decode, num_prompt_rows, MAX_PROMPTS, MAX_PROMPTS)
+
+
+def _first_at_least(ascending: Sequence[int], value: int) -> int | None:
+    at = bisect_left(ascending, value)
+    return ascending[at] if at < len(ascending) else None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """size: batch. with_lora: with the adapters' kernels. cut: attention works on pieces of contexts."""
+    """sizes: of the step. with_lora: with the adapters' kernels. cut: attention works on pieces of contexts."""
 
-    size: int
+    sizes: BatchSizes
     with_lora: bool
     cut: bool
 
 
-class DecodeGraphs:
-    """Captured decode steps. sizes: ascending. logits: [max size, V], where every graph leaves its logits."""
+class StepGraphs:
+    """Captured steps. logits: [most rows of logits, V], where every graph leaves its logits."""
 
-    def __init__(self, sizes: list[int], logits: Tensor) -> None:
-        self.logits = logits
-        self._sizes = sizes
+    def __init__(self, sizes: GraphSizes, logits: Tensor) -> None:
+        self.sizes = sizes
+        self._logits = logits
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def size_for(self, num_seqs: int) -> int | None:
-        """The smallest captured size that fits, None if there is none."""
-        at = bisect_left(self._sizes, num_seqs)
-        return self._sizes[at] if at < len(self._sizes) else None
-
     def capture(self, key: GraphKey, run: Callable[[], Tensor]) -> None:
-        """Capture `run`, which computes logits [size, V]; the largest size first, so that all share its memory."""
+        """Capture `run`, which computes logits [n, V]."""
         run()  # compiles, tunes and loads what the capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.logits[: key.size].copy_(run())
+            self._logits[: key.sizes.num_logits].copy_(run())
         self._graphs[key] = graph
 
     def replay(self, key: GraphKey) -> Tensor:
-        """Queue a captured step; returns its logits [size, V], valid until the next replay is queued."""
+        """Queue a captured step; returns its logits [n, V], valid until the next replay is queued."""
         self._graphs[key].replay()
-        return self.logits[: key.size]
+        return self._logits[: key.sizes.num_logits]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from punica_core.engine.step_inputs import LogitsRange, wanted_logits
 from punica_core.model.attention import KVRow
-from punica_core.model.attention_op import AttentionBatch
+from punica_core.model.attention_op import AttentionBatch, Lane
 from punica_core.model.staging import PinnedRing
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan
 from punica_core.scheduler.sequence import Sequence
@@ -31,23 +31,39 @@ _ALIGNMENT = 4  # words: tables start on 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """num_rows: T. num_seqs: B. num_logits: n, of rows that need logits and of those that pad them."""
+    """A step's sizes, padding included. Sequences of one row come first: num_decode of them; then the prompts.
 
-    num_rows: int
-    num_seqs: int
-    num_logits: int
+    num_prompt_rows: of the num_prompts prompts together. num_prompt_logits: rows of theirs that need logits.
+    """
+
+    num_decode: int
+    num_prompt_rows: int = 0
+    num_prompts: int = 0
+    num_prompt_logits: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.num_decode + self.num_prompt_rows
+
+    @property
+    def num_logits(self) -> int:
+        """n: every row of a decode sequence needs logits."""
+        return self.num_decode + self.num_prompt_logits
 
     def tables(self) -> dict[str, int]:
         """Words of each table but the last one, `kv_indices`, in order."""
+        num_seqs = self.num_decode + self.num_prompts
         return {
             "token_ids": self.num_rows,
             "sources": self.num_rows,
             "positions": self.num_rows,
             "kv_slots": self.num_rows,
             "logit_rows": self.num_logits,
-            "last_block_len": self.num_seqs,
-            "qo_indptr": self.num_seqs + 1,
-            "kv_indptr": self.num_seqs + 1,
+            "last_block_len": num_seqs,
+            "decode_indptr": self.num_decode + 1,
+            "prompt_indptr": self.num_prompts + 1,
+            "kv_indptr": num_seqs + 1,
         }
 
 
@@ -113,11 +129,25 @@ class BlockTables:
 _NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 
 
+def split_rows(rows: Rows[RowPlan]) -> tuple[list[RowPlan], list[RowPlan]]:
+    """(rows of one token, longer ones), each in the order given."""
+    decode = [row for row in rows if row.count == 1]
+    return decode, [row for row in rows if row.count > 1] if len(decode) < len(rows) else []
+
+
+def exact_sizes(decode: Rows[RowPlan], prompts: Rows[RowPlan]) -> BatchSizes:
+    """The sizes of a step without padding, but for what the least T and n take."""
+    num_prompt_rows = sum(row.count for row in prompts)
+    num_decode = len(decode) if prompts else max(len(decode), MIN_ROWS)
+    num_logits = max(sum(map(wanted_logits, prompts)), MIN_ROWS - num_decode)
+    return BatchSizes(num_decode, num_prompt_rows, len(prompts), num_logits if prompts else 0)
+
+
 class StepPacker:
     """Packs steps for one device.
 
-    max_rows, max_seqs: of the largest step. max_blocks: that all sequences of a step have together, padding included.
-    padding_block: a block that no sequence owns, for the sequences that pad a step.
+    largest: sizes that no step's exceed, in any of them. max_blocks: that all sequences of a step have together,
+    padding included. padding_block: a block that no sequence owns, for the sequences that pad a step.
     """
 
     def __init__(
@@ -125,14 +155,14 @@ class StepPacker:
         device: torch.device,
         *,
         block_size: int,
-        max_rows: int,
-        max_seqs: int,
+        largest: BatchSizes,
         max_blocks: int,
         padding_block: int,
     ) -> None:
         self._block_size = block_size
         self._padding_block = padding_block
-        words = _total(BatchSizes(max_rows, max_seqs, max_rows).tables()) + max_blocks
+        max_seqs = largest.num_decode + largest.num_prompts
+        words = _total(largest.tables()) + max_blocks
         self._words = torch.zeros(max_seqs + words, dtype=torch.int32, device=device)
         self.last_tokens = self._words[:max_seqs]
         """int32 [max_seqs]: what the step launched last has sampled; its owner writes it."""
@@ -140,46 +170,52 @@ class StepPacker:
         self._pinned = PinnedRing(4 * words, device)
         self._blocks = BlockTables(max_seqs)
 
-    def pack(self, rows: Rows[RowPlan], sources: dict[int, int], padded_to: int | None, *, in_graph: bool) -> StepBatch:
+    def pack(
+        self,
+        decode: Rows[RowPlan],
+        prompts: Rows[RowPlan],
+        sources: dict[int, int],
+        sizes: BatchSizes,
+        *,
+        in_graph: bool,
+    ) -> StepBatch:
         """Send a step's tables to the device without waiting for it.
 
-        sources: by request_id, where the token of a `pending` row is among those sampled last. padded_to: B of a decode
-        step, to which sequences are added; None for steps that are not padded.
+        decode, prompts: as `split_rows` gives them. sources: by request_id, where the token of a `pending` row is among
+        those sampled last. sizes: at least those that the rows have.
         """
+        rows = [*decode, *prompts]
         self._blocks.keep_only(rows)
-        sizes = _sizes(rows, padded_to)
         staging = self._pinned.take().view(torch.int32)
         host = _Views(staging.numpy(), sizes)
-        if padded_to is None:
-            logits = self._fill_mixed(host, rows, sources)
-        else:
-            logits = self._fill_decode(host, rows, sources, padded_to)
-        used = host.kv_indices_start + self._fill_blocks(host, rows, sizes.num_seqs)
-        self._step_words[:used].copy_(staging[:used], non_blocking=True)
-        self._pinned.sent()
-        return self._batch(host, rows, sizes, used, logits, in_graph)
+        start = len(self.last_tokens) + host.places["token_ids"][0]
+        host["sources"][:] = np.arange(start, start + sizes.num_rows, dtype=np.int32)  # what the host knows
+        logits = self._fill_decode(host, decode, sources, sizes)
+        logits += self._fill_prompts(host, prompts, sizes)
+        used = host.kv_indices_start + self._fill_blocks(host, decode, prompts, sizes)
+        return self._send(host, staging, rows, sizes, used, tuple(logits), in_graph)
 
     def pack_padding(self, num_rows: int) -> StepBatch:
-        """A step of one sequence whose rows are all padding; nothing is written to the cache."""
-        sizes = BatchSizes(num_rows, 1, MIN_ROWS)
+        """A step of one prompt whose rows are all padding; nothing is written to the cache."""
+        sizes = BatchSizes(0, num_rows, 1, MIN_ROWS)
         staging = self._pinned.take().view(torch.int32)
         host = _Views(staging.numpy(), sizes)
-        self._point_at_own(host, num_rows)
-        for name, value in (("token_ids", 0), ("positions", 0), ("kv_slots", -1), ("logit_rows", 0)):
-            host[name][:] = value
-        host["last_block_len"][:] = (num_rows - 1) % self._block_size + 1
-        host["qo_indptr"][:] = (0, num_rows)
+        start = len(self.last_tokens) + host.places["token_ids"][0]
+        host["sources"][:] = np.arange(start, start + num_rows, dtype=np.int32)
+        _fill_padding(host, 0, num_rows)
         blocks = -(-num_rows // self._block_size)
+        host["logit_rows"][:] = 0
+        host["last_block_len"][:] = (num_rows - 1) % self._block_size + 1
+        host["decode_indptr"][:] = 0
+        host["prompt_indptr"][:] = (0, num_rows)
         host["kv_indptr"][:] = (0, blocks)
         host.kv_indices(blocks)[:] = self._padding_block
-        used = host.kv_indices_start + blocks
-        self._step_words[:used].copy_(staging[:used], non_blocking=True)
-        self._pinned.sent()
-        return self._batch(host, (), sizes, used, (), False)
+        return self._send(host, staging, (), sizes, host.kv_indices_start + blocks, (), False)
 
-    def _batch(
+    def _send(
         self,
         host: _Views,
+        staging: Tensor,
         rows: Rows[RowPlan],
         sizes: BatchSizes,
         used: int,
@@ -187,16 +223,28 @@ class StepPacker:
         in_graph: bool,
     ) -> StepBatch:
         words = self._step_words
+        words[:used].copy_(staging[:used], non_blocking=True)
+        self._pinned.sent()
 
         def view(name: str) -> Tensor:
             start, length = host.places[name]
             return words[start : start + length]
 
-        slots = np.full(sizes.num_rows, BASE_SLOT, np.int32)
-        counts = [row.count for row in rows]
-        filled = sum(counts)
-        slots[:filled] = np.repeat(np.array([row.slot for row in rows], np.int32), counts)
-        firsts = np.cumsum([0, *counts]).tolist()
+        def lane(first_row: int, num_rows: int, first: int, count: int, indptr: str) -> Lane | None:
+            if count == 0:
+                return None
+            seqs = slice(first, first + count)
+            bounds = slice(first, first + count + 1)
+            return Lane(
+                rows=slice(first_row, first_row + num_rows),
+                host_qo_indptr=host[indptr].copy(),
+                host_kv_indptr=host["kv_indptr"][bounds].copy(),
+                qo_indptr=view(indptr),
+                kv_indptr=view("kv_indptr")[bounds],
+                last_block_len=view("last_block_len")[seqs],
+            )
+
+        d = sizes.num_decode
         return StepBatch(
             sizes=sizes,
             words=self._words,
@@ -204,89 +252,113 @@ class StepPacker:
             positions=view("positions"),
             logit_rows=view("logit_rows"),
             attention=AttentionBatch(
-                host_qo_indptr=host["qo_indptr"].copy(),
-                host_kv_indptr=host["kv_indptr"].copy(),
-                qo_indptr=view("qo_indptr"),
-                kv_indptr=view("kv_indptr"),
+                decode=lane(0, d, 0, d, "decode_indptr"),
+                prompts=lane(d, sizes.num_prompt_rows, d, sizes.num_prompts, "prompt_indptr"),
                 # A graph replays with more blocks than it was captured with, so it gets all that there is.
                 kv_indices=words[host.kv_indices_start :] if in_graph else words[host.kv_indices_start : used],
-                last_block_len=view("last_block_len"),
                 kv_slots=view("kv_slots"),
                 in_graph=in_graph,
-                kv_rows=tuple(
-                    KVRow(first, row.start, row.count, row.block_table)
-                    for row, first in zip(rows, firsts, strict=False)
-                ),
+                kv_rows=_kv_rows(rows, d),
             ),
-            row_slots=slots,
+            row_slots=_row_slots(rows, sizes),
             logits=logits,
         )
 
-    def _point_at_own(self, host: _Views, num_rows: int) -> None:
-        """Have every row take its token from the host."""
-        start = len(self.last_tokens) + host.places["token_ids"][0]
-        host["sources"][:] = np.arange(start, start + num_rows, dtype=np.int32)
-
     def _fill_decode(
-        self, host: _Views, rows: Rows[RowPlan], sources: dict[int, int], padded_to: int
-    ) -> tuple[LogitsRange, ...]:
-        count, size = len(rows), self._block_size
+        self, host: _Views, rows: Rows[RowPlan], sources: dict[int, int], sizes: BatchSizes
+    ) -> list[LogitsRange]:
+        count, padded, size = len(rows), sizes.num_decode, self._block_size
         positions = np.array([row.start for row in rows], np.int32)
         host["token_ids"][:count] = [0 if row.pending else row.sequence.token_ids[row.start] for row in rows]
-        self._point_at_own(host, padded_to)
         for index, row in enumerate(rows):
             if row.pending:
                 host["sources"][index] = sources[row.sequence.request_id]
         host["positions"][:count] = positions
         last = np.array([row.block_table[row.start // size] for row in rows], np.int32)
         host["kv_slots"][:count] = last * size + positions % size
+        _fill_padding(host, count, padded)
         host["last_block_len"][:count] = positions % size + 1
-        for name, padding in (("token_ids", 0), ("positions", 0), ("kv_slots", -1)):
-            host[name][count:] = padding
-        host["last_block_len"][count:] = 1
-        host["logit_rows"][:] = np.arange(padded_to, dtype=np.int32)
-        host["qo_indptr"][:] = np.arange(padded_to + 1, dtype=np.int32)
-        return tuple(LogitsRange(row, index, 1) for index, row in enumerate(rows))
+        host["last_block_len"][count:padded] = 1
+        host["logit_rows"][:padded] = np.arange(padded, dtype=np.int32)
+        host["decode_indptr"][:] = np.arange(padded + 1, dtype=np.int32)
+        return [LogitsRange(row, index, 1) for index, row in enumerate(rows)]
 
-    def _fill_mixed(self, host: _Views, rows: Rows[RowPlan], sources: dict[int, int]) -> tuple[LogitsRange, ...]:
-        size = self._block_size
+    def _fill_prompts(self, host: _Views, rows: Rows[RowPlan], sizes: BatchSizes) -> list[LogitsRange]:
+        size, base = self._block_size, sizes.num_decode
         logits: list[LogitsRange] = []
-        first = num_logits = 0
-        self._point_at_own(host, host.places["sources"][1])
-        host["qo_indptr"][0] = 0
+        first, num_logits = base, base
+        indptr = host["prompt_indptr"]
+        indptr[0] = 0
         for index, row in enumerate(rows):
             end, to = row.start + row.count, first + row.count
-            host["token_ids"][first:to] = 0 if row.pending else row.sequence.token_ids[row.start : end]
-            if row.pending:
-                host["sources"][first] = sources[row.sequence.request_id]
+            host["token_ids"][first:to] = row.sequence.token_ids[row.start : end]
             positions = np.arange(row.start, end, dtype=np.int32)
             host["positions"][first:to] = positions
             host["kv_slots"][first:to] = self._blocks.of(row)[positions // size] * size + positions % size
-            host["last_block_len"][index] = (end - 1) % size + 1
+            host["last_block_len"][base + index] = (end - 1) % size + 1
             wanted = wanted_logits(row)
             if wanted:
                 logits.append(LogitsRange(row, num_logits, wanted))
                 host["logit_rows"][num_logits : num_logits + wanted] = np.arange(to - wanted, to)
                 num_logits += wanted
             first = to
-            host["qo_indptr"][index + 1] = to
+            indptr[index + 1] = to - base
+        _fill_padding(host, first, sizes.num_rows)
+        indptr[len(rows) + 1 :] = indptr[len(rows)]  # sequences without rows
+        host["last_block_len"][base + len(rows) :] = 1
         host["logit_rows"][num_logits:] = 0
-        return tuple(logits)
+        return logits
 
-    def _fill_blocks(self, host: _Views, rows: Rows[RowPlan], num_seqs: int) -> int:
-        """Fill kv_indptr and kv_indices; returns how many indices there are."""
+    def _fill_blocks(self, host: _Views, decode: Rows[RowPlan], prompts: Rows[RowPlan], sizes: BatchSizes) -> int:
+        """Fill kv_indptr and kv_indices; returns how many indices there are.
+
+        Sequences that pad the decode rows have one block, since these rows attend to something; others have none.
+        """
         size = self._block_size
-        tables = [self._blocks.of(row)[: -(-(row.start + row.count) // size)] for row in rows]
-        padding = num_seqs - len(rows)
+        tables = [self._blocks.of(row)[: -(-(row.start + row.count) // size)] for row in decode]
+        tables += [self._padding_table] * (sizes.num_decode - len(decode))
+        tables += [self._blocks.of(row)[: -(-(row.start + row.count) // size)] for row in prompts]
+        lengths = [*map(len, tables), *([0] * (sizes.num_prompts - len(prompts)))]
         indptr = host["kv_indptr"]
         indptr[0] = 0
-        np.cumsum([*map(len, tables), *([1] * padding)], out=indptr[1:])
-        used = int(indptr[len(rows)])
-        indices = host.kv_indices(used + padding)
-        if tables:
-            np.concatenate(tables, out=indices[:used])
-        indices[used:] = self._padding_block
-        return used + padding
+        np.cumsum(lengths, out=indptr[1:])
+        used = int(indptr[-1])
+        if used:
+            np.concatenate(tables, out=host.kv_indices(used))
+        return used
+
+    @property
+    def _padding_table(self) -> Int32Array:
+        return np.array([self._padding_block], np.int32)
+
+
+def _fill_padding(host: _Views, first: int, end: int) -> None:
+    """Rows that nobody reads and that write nothing to the cache."""
+    for name, value in (("token_ids", 0), ("positions", 0), ("kv_slots", -1)):
+        host[name][first:end] = value
+
+
+def _row_slots(rows: Rows[RowPlan], sizes: BatchSizes) -> Int32Array:
+    """int32 [T]. Rows: those of one token, which padding may follow, then the longer ones."""
+    slots = np.full(sizes.num_rows, BASE_SLOT, np.int32)
+    at = 0
+    for row in rows:
+        if row.count > 1:
+            at = max(at, sizes.num_decode)
+        slots[at : at + row.count] = row.slot
+        at += row.count
+    return slots
+
+
+def _kv_rows(rows: Rows[RowPlan], num_decode: int) -> tuple[KVRow, ...]:
+    found = []
+    at = 0
+    for row in rows:
+        if row.count > 1:
+            at = max(at, num_decode)
+        found.append(KVRow(at, row.start, row.count, row.block_table))
+        at += row.count
+    return tuple(found)
 
 
 class _Views:
@@ -311,9 +383,3 @@ class _Views:
 
 def _total(tables: dict[str, int]) -> int:
     return sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in tables.values())
-
-
-def _sizes(rows: Rows[RowPlan], padded_to: int | None) -> BatchSizes:
-    if padded_to is not None:
-        return BatchSizes(padded_to, padded_to, padded_to)
-    return BatchSizes(sum(row.count for row in rows), len(rows), max(sum(map(wanted_logits, rows)), MIN_ROWS))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -34,22 +34,42 @@ class LayerAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """A step as attention sees it: B sequences (padding included), T rows.
+class Lane:
+    """Sequences of a step that are attended by one launch: B of them (padding included), in adjacent rows.
 
-    qo_indptr, kv_indptr: int32 [B+1], on the host and on the device: rows and blocks of each sequence. last_block_len:
-    int32 [B], tokens in a sequence's last block. kv_indices: int32, the blocks of all sequences. kv_slots: int32 [T],
-    where the rows' own keys and values go, negative for padding. in_graph: B and T are those that a graph was, or is
-    being, captured for, with these very tensors. kv_rows: the same, without the padding, for attention that plans on
-    the host.
+    rows: which of the step. qo_indptr, kv_indptr: int32 [B+1], on the host and on the device: rows (counted from the
+    lane's first) and entries of `kv_indices` of each sequence. last_block_len: int32 [B], tokens in its last block.
     """
 
+    rows: slice
     host_qo_indptr: Int32Array
     host_kv_indptr: Int32Array
     qo_indptr: Tensor
     kv_indptr: Tensor
-    kv_indices: Tensor
     last_block_len: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.host_qo_indptr) - 1
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A step as attention sees it: T rows.
+
+    decode: sequences with one row each, which come first; prompts: those with more; None if there are none. kv_indices:
+    int32, the blocks of all sequences. kv_slots: int32 [T], where the rows' own keys and values go, negative for
+    padding. in_graph: all sizes are those that a graph was, or is being, captured for, with these very tensors.
+    kv_rows: the same, without the padding, for attention that plans on the host.
+    """
+
+    decode: Lane | None
+    prompts: Lane | None
+    kv_indices: Tensor
     kv_slots: Tensor
     in_graph: bool
     kv_rows: tuple[KVRow, ...]
@@ -64,7 +84,7 @@ class GatheredAttention:
     def __init__(self, cache: Tensor, specs: Sequence[AttentionSpec]) -> None:
         self._cache = cache
         self._specs = tuple(specs)
-        self._rows = 0
+        self._index = torch.zeros(0, dtype=torch.int64)
         self._step: PagedAttention | None = None
 
     def set_cache(self, cache: Tensor) -> None:
@@ -77,14 +97,19 @@ class GatheredAttention:
 
     def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
         """Prepare for a step."""
-        self._rows = sum(row.count for row in batch.kv_rows)
-        self._step = PagedAttention(self._cache, batch.kv_rows) if batch.kv_rows else None
+        self._step = None
+        if batch.kv_rows:
+            adjacent = list(itertools.accumulate((row.count for row in batch.kv_rows), initial=0))
+            index = [row.first + i for row in batch.kv_rows for i in range(row.count)]
+            rows = [replace(row, first=first) for row, first in zip(batch.kv_rows, adjacent, strict=False)]
+            self._index = torch.tensor(index, device=self._cache.device)
+            self._step = PagedAttention(self._cache, rows)
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.zeros_like(query)
         if self._step is not None:
-            n = self._rows
-            out[:n] = self._step.attend(layer, query[:n], key[:n], value[:n], self._specs[layer])
+            at = self._index  # padding may lie between the rows
+            out[at] = self._step.attend(layer, query[at], key[at], value[at], self._specs[layer])
         return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from punica_core import ops
 from punica_core.errors import ConfigError
 from punica_core.model.attention import AttentionSpec
-from punica_core.model.attention_op import AttentionBatch
+from punica_core.model.attention_op import AttentionBatch, Lane
 from punica_core.model.staging import PinnedRing
 
 HEAD_DIMS = (64, 128, 256)
@@ -31,6 +31,9 @@ UNCUT_SHARE = 1.25
 """Nor are they while the longest is at most so many times what every block has to do on average."""
 
 _INT_WORKSPACE_BYTES = 8 << 20
+_PROMPT_TILE = 128
+"""Most query rows (times query heads of a KV head) of a block."""
+
 _WORK_LIST_BYTES = 16 << 10
 """Covers the three lists of a plan of up to 1,300 pieces, which come first."""
 _LAYOUT_NHD = 0
@@ -51,17 +54,26 @@ class FlashInferAttention:
     """Implements `LayerAttention`. cache: [blocks, L, 2, P, K, D], 16-bit; may be exchanged between steps.
 
     specs: of each layer; layers that differ in window or soft cap get plans of their own. num_heads: H.
-    max_seqs: B of the largest graph.
+    max_seqs: B of the largest decode lane of a graph. max_prompt_rows, max_prompts: of its largest lane of prompts.
     """
 
-    def __init__(self, cache: Tensor, num_heads: int, specs: Sequence[AttentionSpec], max_seqs: int) -> None:
+    def __init__(
+        self,
+        cache: Tensor,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+        max_seqs: int,
+        *,
+        max_prompt_rows: int = 0,
+        max_prompts: int = 0,
+    ) -> None:
         kinds = list(dict.fromkeys(specs))
         self._num_heads = num_heads
-        self._max_seqs = max_seqs
         self._processors = int(torch.cuda.get_device_properties(cache.device).multi_processor_count)
         self.set_cache(cache)
         device, head_dim = cache.device, cache.size(-1)
-        workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
+        num_bytes = self._workspace_bytes(max_seqs, max_prompt_rows, max_prompts)
+        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._kinds = [_Kind(spec, cache.dtype, head_dim, workspace) for spec in kinds]
         self._kind_of_layer = [self._kinds[kinds.index(spec)] for spec in specs]
         self._batch: AttentionBatch | None = None
@@ -76,41 +88,62 @@ class FlashInferAttention:
 
         Not if every context is short, nor if the longest takes no more than its share of the whole work.
         """
-        blocks = np.diff(batch.host_kv_indptr)
+        if batch.decode is None:
+            return True
+        blocks = np.diff(batch.decode.host_kv_indptr)
         share = int(blocks.sum()) * self._cache.size(4) / (2 * self._processors)
         return bool(blocks.max() > max(UNCUT_TOKENS // self._cache.size(3), UNCUT_SHARE * share))
 
     def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
-        """Plan a step and send the plan to the device, without waiting for it. cut: contexts may be cut in pieces."""
+        """Plan a step and send the plan to the device, without waiting for it.
+
+        cut: contexts of decode rows may be cut in pieces.
+        """
         self._batch = batch
         sizes = (self._num_heads, self._cache.size(4), self._cache.size(3), self._cache.size(5))
         for kind in self._kinds:
-            kind.plan(batch, cut, *sizes)
+            if batch.decode is not None:
+                kind.decode.plan(batch.decode, batch.in_graph, cut, *sizes)
+            if batch.prompts is not None:
+                kind.prompts.plan(batch.prompts, batch.in_graph, True, *sizes)
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch = self._batch
         assert batch is not None, "no step was begun"
         ops.kv_append(self._cache, key, value, batch.kv_slots, layer)
         out = torch.empty_like(query)
-        self._kind_of_layer[layer].run(batch, query, *self._layers[layer], out)
+        kind, cache = self._kind_of_layer[layer], self._layers[layer]
+        for planned, lane in ((kind.decode, batch.decode), (kind.prompts, batch.prompts)):
+            if lane is not None:
+                planned.run(lane, batch.kv_indices, query[lane.rows], *cache, out[lane.rows])
         return out
 
-    def _workspace_bytes(self) -> int:
-        """For the partial outputs of contexts cut in pieces: at most two blocks a multiprocessor, or one a sequence."""
+    def _workspace_bytes(self, max_seqs: int, max_prompt_rows: int, max_prompts: int) -> int:
+        """For the partial outputs of contexts cut in pieces: a tile for each of the blocks that a launch may have."""
         num_kv_heads, head_dim = int(self._cache.size(4)), int(self._cache.size(5))
-        processors = self._processors
         group = self._num_heads // num_kv_heads
-        decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
-        tile_rows = max(self._max_seqs * decode_tile, -(-2 * processors // num_kv_heads) * 128)
+        decode_tile = 16 if group <= 16 else 64 if group <= 64 else _PROMPT_TILE
+        pieces = -(-2 * self._processors // num_kv_heads)
+        prompt_tiles = max(pieces, -(-max_prompt_rows * group // _PROMPT_TILE) + max_prompts)
+        tile_rows = max(max(max_seqs, pieces) * decode_tile, prompt_tiles * _PROMPT_TILE)
         return self._num_heads * (head_dim + 1) * 4 * tile_rows + (1 << 20)
 
 
 class _Kind:
-    """Layers that attend alike: one compiled module, and the plan of the running step."""
+    """Layers that attend alike: one compiled module, and the plans of the running step's lanes."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype, head_dim: int, workspace: Tensor) -> None:
+        module = _module(dtype, head_dim, spec.window is not None, spec.softcap is not None)
+        self.decode = _PlannedLane(spec, module, workspace)
+        self.prompts = _PlannedLane(spec, module, workspace)
+
+
+class _PlannedLane:
+    """The plan of one lane of the running step. workspace: shared by all, since they run one after another."""
+
+    def __init__(self, spec: AttentionSpec, module: Any, workspace: Tensor) -> None:
         self._spec = spec
-        self._module = _module(dtype, head_dim, spec.window is not None, spec.softcap is not None)
+        self._module = module
         self._workspace = workspace
         self._int_workspace = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
         self._pinned = PinnedRing(_INT_WORKSPACE_BYTES, workspace.device)
@@ -122,25 +155,32 @@ class _Kind:
         return -1 if self._spec.window is None else self._spec.window - 1
 
     def plan(
-        self, batch: AttentionBatch, cut: bool, num_heads: int, num_kv_heads: int, block_size: int, head_dim: int
+        self,
+        lane: Lane,
+        in_graph: bool,
+        cut: bool,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
     ) -> None:
         pinned = self._pinned.take()
         # A graph may have more blocks than pieces of work; uncut ones do not know, so they repeat the first piece.
         pinned[:_WORK_LIST_BYTES].zero_()
-        kv_indptr = torch.from_numpy(batch.host_kv_indptr)
+        kv_indptr = torch.from_numpy(lane.host_kv_indptr)
         self._plan = self._module.plan(
             self._workspace,
             self._int_workspace,
             pinned,
-            torch.from_numpy(batch.host_qo_indptr),
+            torch.from_numpy(lane.host_qo_indptr),
             kv_indptr,
             kv_indptr,  # lengths in tokens, which this kernel does not read
-            int(batch.host_qo_indptr[-1]),
-            len(batch.host_qo_indptr) - 1,
+            lane.num_rows,
+            lane.num_seqs,
             num_heads,
             num_kv_heads,
             block_size,
-            batch.in_graph,
+            in_graph,
             head_dim,
             head_dim,
             True,  # causal
@@ -151,8 +191,7 @@ class _Kind:
         )
         self._pinned.sent()
 
-    def run(self, batch: AttentionBatch, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        one_row_each = query.size(0) == batch.last_block_len.size(0)
+    def run(self, lane: Lane, kv_indices: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         self._module.paged_run(
             self._workspace,
             self._int_workspace,
@@ -160,13 +199,13 @@ class _Kind:
             query,
             keys,
             values,
-            batch.qo_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_block_len,
+            lane.qo_indptr,
+            lane.kv_indptr,
+            kv_indices,
+            lane.last_block_len,
             out,
             None,  # no log-sum-exp
-            _MASK_NONE if one_row_each else _MASK_CAUSAL,
+            _MASK_NONE if lane.num_rows == lane.num_seqs else _MASK_CAUSAL,
             _LAYOUT_NHD,
             self._window_left,
             self._dependent_launch,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from punica_core.engine.graphs import mixed_sizes
+from punica_core.engine.step_batch import BatchSizes, exact_sizes, split_rows
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan, StepPlan, StepResult
 from tests.support.driven_device_runner import DrivenDeviceRunner
@@ -132,6 +134,28 @@ def test_a_request_id_used_again_has_the_blocks_of_its_new_sequence(weights: dic
     twin = solo.sequence(random_prompt(30, VOCAB_SIZE), 1)
     solo.generate([twin], new_tokens=3)
     assert again.token_ids == twin.token_ids
+
+
+@pytest.mark.parametrize("padded", [mixed_sizes(8, 64), mixed_sizes(4, 128), BatchSizes(3, 50, 2, 2)], ids=str)
+def test_padding_between_and_behind_the_rows_changes_nothing(
+    weights: dict[int, AdapterWeights], padded: BatchSizes
+) -> None:
+    logits = []
+    for sizes in (None, padded):
+        driven = DrivenDeviceRunner(tiny_llama(), weights)
+        sequences = [driven.sequence(random_prompt(n, VOCAB_SIZE), slot) for slot, n in PROMPTS[2:7]]
+        driven.generate(sequences[:3], new_tokens=2)
+        decode, prompts = split_rows([driven.row(sequence, 1000) for sequence in sequences])
+        assert (len(decode), len(prompts)) == (3, 2)
+        with torch.inference_mode():
+            used = exact_sizes(decode, prompts) if sizes is None else sizes
+            batch = driven.packer.pack(decode, prompts, {}, used, in_graph=False)
+            driven.attention.inner.begin(batch.attention)
+            assert driven.lora is not None
+            driven.lora.begin(batch.row_slots)
+            logits.append(driven.forward(batch, with_lora=True)[[part.first for part in batch.logits]])
+    torch.testing.assert_close(logits[0], logits[1], **TOLERANCE)
+    assert not torch.allclose(logits[0], logits[1].flip(0), **TOLERANCE)
 
 
 def test_a_chunk_that_does_not_reach_the_end_yields_nothing() -> None:

@@ -23,7 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from punica_core.engine.graphs import GraphKey
+from punica_core.engine.graphs import GraphKey, GraphSizes, mixed_sizes
+from punica_core.engine.step_batch import BatchSizes
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.ops import cuda
 from punica_core.scheduler.plan import BASE_SLOT, StepPlan
@@ -57,6 +58,8 @@ DTYPES = [torch.bfloat16, torch.float16]
 ADAPTERS = [{"r": 3}, {"r": 64, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 16, "use_rslora": True}]
 PROMPTS = ((BASE_SLOT, 1), (0, 15), (0, 16), (1, 17), (BASE_SLOT, 120), (2, 112), (1, 31), (2, 1))
 NEW_TOKENS = 6
+GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256))
+EIGHT = BatchSizes(8)
 
 
 def build(name: str) -> PreTrainedModel:
@@ -120,7 +123,7 @@ def test_logits_are_as_near_the_reference_as_pefts(
     if name == "gemma2" and dtype == torch.float16:
         pytest.skip("these random weights overflow fp16 in transformers too")
     driven = DrivenDeviceRunner(
-        build(name).to("cuda", dtype), adapters_of(name, folders(name), dtype), flashinfer=True, graph_sizes=(2, 8)
+        build(name).to("cuda", dtype), adapters_of(name, folders(name), dtype), flashinfer=True, graphs=GRAPHS
     )
     ours = theirs = 0.0
     for slot, token_ids, logits in forced(driven, budget=48):
@@ -138,7 +141,7 @@ def test_the_wrong_adapter_is_far_from_the_reference(folders: Callable[[str], li
         build("llama").to("cuda", torch.bfloat16),
         adapters_of("llama", folders("llama"), torch.bfloat16),
         flashinfer=True,
-        graph_sizes=(2, 8),
+        graphs=GRAPHS,
     )
     slot, token_ids, logits = forced(driven, budget=48)[1]
     for other in {BASE_SLOT, 0, 1, 2} - {slot}:
@@ -152,22 +155,20 @@ def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
     with_lora: bool, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:
     adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
-    driven = DrivenDeviceRunner(
-        build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graph_sizes=(2, 8)
-    )
+    driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graphs=GRAPHS)
     slots = (0, 0, 1, 2, BASE_SLOT, BASE_SLOT) if with_lora else (BASE_SLOT,) * 6
     sequences = [driven.sequence(random_prompt(9 + 20 * i, 512), slot) for i, slot in enumerate(slots)]
     driven.generate(sequences, new_tokens=2)
     plan = StepPlan(tuple(driven.row(s, 1) for s in sorted(sequences, key=lambda s: driven.slots[s.request_id])))
     assert driven.runner.graphs is not None
     with torch.inference_mode():
-        batch = driven.packer.pack(plan.rows, {}, 8, in_graph=True)
+        batch = driven.packer.pack(plan.rows, (), {}, EIGHT, in_graph=True)
         driven.attention.inner.begin(batch.attention, cut)
         assert driven.lora is not None
         driven.lora.begin(batch.row_slots)
         eager = driven.forward(batch, with_lora=with_lora)[:6].clone()
-        replayed = [driven.runner.graphs.replay(GraphKey(8, with_lora, cut))[:6].clone() for _ in range(2)]
-        other_family = driven.runner.graphs.replay(GraphKey(8, not with_lora, cut))[:6].clone()
+        replayed = [driven.runner.graphs.replay(GraphKey(EIGHT, with_lora, cut))[:6].clone() for _ in range(2)]
+        other_family = driven.runner.graphs.replay(GraphKey(EIGHT, not with_lora, cut))[:6].clone()
     assert torch.equal(replayed[0], eager)
     assert torch.equal(replayed[0], replayed[1])
     assert torch.equal(other_family, eager) != with_lora
@@ -182,7 +183,7 @@ def test_pending_rows_on_the_gpu_take_the_tokens_of_the_step_before(folders: Cal
             build("llama").to("cuda", torch.bfloat16),
             adapters_of("llama", folders("llama"), torch.bfloat16),
             flashinfer=True,
-            graph_sizes=(4, 8),
+            graphs=GRAPHS,
         )
         sequences = [driven.sequence(random_prompt(9 + 20 * i, 512), slot) for i, slot in enumerate((0, 1, 2))]
         if not ahead:
@@ -205,17 +206,45 @@ def test_pending_rows_on_the_gpu_take_the_tokens_of_the_step_before(folders: Cal
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_a_captured_step_with_prompts_gives_what_its_code_gives_eagerly(
+    with_lora: bool, folders: Callable[[str], list[Path]]
+) -> None:
+    adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
+    driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graphs=GRAPHS)
+    slots = (0, 1, BASE_SLOT, 2, 1) if with_lora else (BASE_SLOT,) * 5
+    sequences = [driven.sequence(random_prompt(9 + 20 * i, 512), slot) for i, slot in enumerate(slots)]
+    driven.generate(sequences[:3], new_tokens=2)
+    rows = [driven.row(sequence, 1000) for sequence in sequences]
+    decode, prompts = rows[:3], rows[3:]
+    step = mixed_sizes(8, 256)
+    assert driven.runner.graphs is not None
+    assert driven.runner.graphs.sizes.fit(3, sum(row.count for row in prompts), 2) == step
+    with torch.inference_mode():
+        batch = driven.packer.pack(decode, prompts, {}, step, in_graph=True)
+        driven.attention.inner.begin(batch.attention)
+        assert driven.lora is not None
+        driven.lora.begin(batch.row_slots)
+        wanted = [part.first for part in batch.logits]
+        eager = driven.forward(batch, with_lora=with_lora)[wanted].clone()
+        replayed = driven.runner.graphs.replay(GraphKey(step, with_lora, True))[wanted].clone()
+        other_family = driven.runner.graphs.replay(GraphKey(step, not with_lora, True))[wanted].clone()
+    assert len(wanted) == 5
+    assert torch.equal(replayed, eager)
+    assert torch.equal(other_family, eager) != with_lora
+
+
 def test_contexts_in_pieces_and_whole_give_alike_logits(folders: Callable[[str], list[Path]]) -> None:
-    driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), flashinfer=True, graph_sizes=(2, 8))
+    driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), flashinfer=True, graphs=GRAPHS)
     sequences = [driven.sequence(random_prompt(length, 512)) for length in (120, 3, 64, 17)]
     driven.generate(sequences, new_tokens=2)
     assert driven.runner.graphs is not None
     logits = {}
     for cut in (True, False):
         with torch.inference_mode():
-            batch = driven.packer.pack([driven.row(s, 1) for s in sequences], {}, 8, in_graph=True)
+            batch = driven.packer.pack([driven.row(s, 1) for s in sequences], (), {}, EIGHT, in_graph=True)
             driven.attention.inner.begin(batch.attention, cut)
-            logits[cut] = driven.runner.graphs.replay(GraphKey(8, False, cut))[:4].float().clone()
+            logits[cut] = driven.runner.graphs.replay(GraphKey(EIGHT, False, cut))[:4].float().clone()
     torch.testing.assert_close(logits[True], logits[False], rtol=0.05, atol=0.05)
     assert not torch.equal(logits[True][0], logits[True][1])
 
@@ -230,7 +259,7 @@ def test_compiled_code_is_as_near_the_reference(folders: Callable[[str], list[Pa
             adapters_of(name, folders(name), dtype),
             flashinfer=True,
             compiled=compiled,
-            graph_sizes=(2, 8),
+            graphs=GRAPHS,
         )
         error = 0.0
         for slot, token_ids, logits in forced(driven, budget=48):

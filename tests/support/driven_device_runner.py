@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from punica_core.config import BLOCK_SIZE
 from punica_core.engine.device_runner import DeviceRunner
 from punica_core.engine.forward import ModelForward
-from punica_core.engine.step_batch import StepPacker
+from punica_core.engine.graphs import GraphSizes
+from punica_core.engine.step_batch import BatchSizes, StepPacker
 from punica_core.lora.table_step import TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena, num_module_elements
 from punica_core.lora.weights import AdapterWeights
@@ -26,6 +27,7 @@ from tests.support.driven_runner import BLOCKS_EACH, DrivenRunner, RecordingSamp
 
 MAX_ROWS = 1024
 MAX_SEQS = 16
+NO_GRAPHS = GraphSizes()
 
 
 @dataclass
@@ -55,7 +57,7 @@ class GreedySampler(RecordingSampler):
 class DrivenDeviceRunner(DrivenRunner):
     """Like `DrivenRunner`, through packed tables, the SGMV ops and (if `compiled`) torch.compile.
 
-    flashinfer: attention as it is served on a GPU, else in plain torch. graph_sizes: decode steps to capture.
+    flashinfer: attention as it is served on a GPU, else in plain torch. graphs: steps to capture.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DrivenDeviceRunner(DrivenRunner):
         *,
         compiled: bool = False,
         flashinfer: bool = False,
-        graph_sizes: Sequence[int] = (),
+        graphs: GraphSizes = NO_GRAPHS,
     ) -> None:
         super().__init__(base, adapters)
         loaded, device = self.loaded, self.loaded.device
@@ -73,23 +75,25 @@ class DrivenDeviceRunner(DrivenRunner):
         self.sampler = GreedySampler()
         specs = loaded.attention_specs
         if flashinfer:
-            inner: Any = FlashInferAttention(self.kv_cache, loaded.num_heads, specs, MAX_SEQS)
+            inner: Any = FlashInferAttention(
+                self.kv_cache, loaded.num_heads, specs, MAX_SEQS, max_prompt_rows=MAX_ROWS, max_prompts=MAX_SEQS
+            )
         else:
             inner = GatheredAttention(self.kv_cache, specs)
         self.attention = OpAttention(inner)
         self.packer = StepPacker(
             device,
             block_size=BLOCK_SIZE,
-            max_rows=MAX_ROWS,
-            max_seqs=MAX_SEQS,
+            largest=BatchSizes(MAX_SEQS, MAX_ROWS, MAX_SEQS, MAX_ROWS),
             max_blocks=MAX_SEQS * BLOCKS_EACH,
             padding_block=0,
         )
         self.forward = ModelForward(loaded, self.attention, self.lora, compiled=compiled)
         self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler)
-        if graph_sizes:
-            logits = torch.zeros(max(graph_sizes), loaded.vocab_size, dtype=loaded.dtype, device=device)
-            self.runner.capture(graph_sizes, logits)
+        if graphs.decode:
+            rows = graphs.largest.num_logits
+            logits = torch.zeros(rows, loaded.vocab_size, dtype=loaded.dtype, device=device)
+            self.runner.capture(graphs, logits)
 
     def teacher_force(self, sequences: Sequence[Running], continuations: Sequence[list[int]], budget: int) -> None:
         """Step until each sequence has all tokens of its continuation, whatever the model would rather say."""

@@ -1,0 +1,62 @@
+"""Which captured step a step is padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+from punica_core.engine.graphs import MAX_PROMPTS, GraphSizes, mixed_sizes
+from punica_core.engine.step_batch import BatchSizes
+
+SIZES = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 31, 64, 100, 128, 256, 1000])
+def test_decode_sizes_ascend_and_the_last_fits_the_limit(limit: int) -> None:
+    sizes = GraphSizes.of(limit, 2048)
+    assert sorted(set(sizes.decode)) == list(sizes.decode)
+    assert sizes.decode[-1] >= min(limit, 256)
+    assert len(sizes.decode) == 1 or sizes.decode[-2] < limit
+    assert sizes.mixed[0] == 0
+    assert sizes.mixed[-1] == sizes.decode[-1]
+    assert sorted(set(sizes.mixed)) == list(sizes.mixed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fitting"),
+    [
+        ((1, 0, 0), BatchSizes(2)),
+        ((9, 0, 0), BatchSizes(16)),
+        ((128, 0, 0), BatchSizes(128)),
+        ((129, 0, 0), None),
+        ((0, 2, 1), mixed_sizes(0, 64)),
+        ((1, 65, 1), mixed_sizes(32, 128)),
+        ((33, 512, MAX_PROMPTS), mixed_sizes(64, 512)),
+        ((33, 513, 1), None),
+        ((33, 100, MAX_PROMPTS + 1), None),
+        ((129, 100, 1), None),
+    ],
+)
+def test_a_step_is_padded_to_the_smallest_that_fits(rows: tuple[int, int, int], fitting: BatchSizes | None) -> None:
+    assert SIZES.fit(*rows) == fitting
+
+
+def test_every_step_that_can_be_chosen_is_captured_and_none_exceeds_the_largest() -> None:
+    steps = SIZES.steps()
+    assert steps == sorted(steps, key=lambda step: -step.num_rows)
+    chosen = {
+        SIZES.fit(decode, rows, prompts) for decode in range(129) for rows, prompts in ((0, 0), (70, 2), (500, 9))
+    }
+    assert chosen <= set(steps)
+    assert len(steps) == len(set(steps))
+    largest = SIZES.largest
+    for step in steps:
+        assert step.num_decode <= largest.num_decode
+        assert step.num_prompt_rows <= largest.num_prompt_rows
+        assert step.num_logits <= largest.num_logits
+    assert SIZES.num_graphs == sum(1 if step.num_prompts else 2 for step in steps)
+
+
+def test_without_graphs_nothing_fits() -> None:
+    assert GraphSizes().fit(1, 0, 0) is None
+    assert GraphSizes().fit(1, 10, 1) is None
+    assert GraphSizes().largest == BatchSizes(0)
