@@ -30,14 +30,16 @@ punica::Tables make_tables(Tensor const& arena, Tensor const& table, Tensor cons
   STD_TORCH_CHECK(arena.scalar_type() == ScalarType::BFloat16 || arena.scalar_type() == ScalarType::Half,
                   "the CUDA kernels take bfloat16 and float16; use `sgmv: reference` for other dtypes");
   STD_TORCH_CHECK(arena.dim() == 1 && arena.is_contiguous(), "arena must be contiguous 1-D");
-  STD_TORCH_CHECK(table.dim() == 3 && table.is_contiguous() && table.scalar_type() == ScalarType::Long &&
-                      table.size(0) >= 1 && table.size(0) <= punica::kMaxSlices &&
-                      table.size(2) * 8 == static_cast<int64_t>(sizeof(punica::TableRecord)),
-                  "table must be contiguous int64 [1..", punica::kMaxSlices, " slices, N, 6]");
+  int64_t const record_words = sizeof(punica::TableRecord) / 8;
+  STD_TORCH_CHECK(table.dim() == 3 && table.scalar_type() == ScalarType::Long && table.size(0) >= 1 &&
+                      table.size(0) <= punica::kMaxSlices && table.size(2) == record_words && table.stride(2) == 1 &&
+                      table.stride(0) % record_words == 0 && table.stride(1) % record_words == 0,
+                  "table must be int64 [1..", punica::kMaxSlices, " slices, N, 6] of whole records");
   STD_TORCH_CHECK(plan.dim() == 1 && plan.is_contiguous() && plan.scalar_type() == ScalarType::Int,
                   "plan must be contiguous 1-D int32");
   return {arena.data_ptr(), static_cast<punica::TableRecord const*>(table.data_ptr()),
-          static_cast<int32_t const*>(plan.data_ptr()), to_int(table.size(0)), to_int(table.size(1))};
+          static_cast<int32_t const*>(plan.data_ptr()), to_int(table.size(0)), to_int(table.stride(0) / record_words),
+          to_int(table.stride(1) / record_words)};
 }
 
 punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int64_t max_rank, int num_sms) {
@@ -48,7 +50,7 @@ punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int6
   STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
   int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, std::numeric_limits<int>::max()));
   int const num_blocks = num_sms * punica::shrink_blocks_per_sm(to_int(num_rows));
-  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), static_cast<int>(max_rank), max_splits, num_blocks};
+  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), max_splits, num_blocks};
 }
 
 template <typename Params>
@@ -95,9 +97,7 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
   auto config = launch_config(y);
   bool joined = false;
   check_cuda(punica::beside().join(config.stream, joined), "lora_expand");
-#if !PUNICA_JOIN_DEPENDENT
   config.dependent_launch = config.dependent_launch && !joined;
-#endif
   punica::ExpandParams params{};
   params.tables = make_tables(arena, table, plan);
   params.scratch = make_scratch(v, y.size(0), params.tables.slices, max_rank, config.num_sms);

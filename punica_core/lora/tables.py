@@ -85,11 +85,13 @@ class AdapterTables:
     """Records of every module and slot, with a host mirror.
 
     ``records`` is int64 ``[modules, N, RECORD_WORDS]`` on the device; the modules of a fused group are adjacent, so
-    ``group(first, count)`` is the table of an op. Slots are written whole, by one copy.
+    ``group(first, count)`` is the table of an op. In memory the records of a slot lie together: a slot is written by
+    one copy, and those that a step reads fill few pages, however many slots there are.
     """
 
     def __init__(self, num_modules: int, num_slots: int, *, device: torch.device | str = "cpu") -> None:
-        self.records = torch.zeros(num_modules, num_slots, RECORD_WORDS, dtype=torch.int64, device=device)
+        by_slot = torch.zeros(num_slots, num_modules, RECORD_WORDS, dtype=torch.int64, device=device)
+        self.records = by_slot.transpose(0, 1)
         self.slot_rank: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self._ranges: dict[int, Run] = {}
 

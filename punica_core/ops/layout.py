@@ -9,8 +9,9 @@ Arena
     elements. Padding is never read into a result.
 
 Table
-    ``int64 [slices, N, RECORD_WORDS]``: one record a slice and slot, see :class:`Field`. Offsets count elements of the
-    arena; a gain or bias offset of -1 means that there is none.
+    ``int64 [slices, N, RECORD_WORDS]``: one record a slice and slot, see :class:`Field`. Records are whole, slices and
+    slots may lie any number of records apart. Offsets count elements of the arena; a gain or bias offset of -1 means
+    that there is none.
 
 Plan
     ``int32 [capacity]``: the metadata of one step, see :class:`Header`.
@@ -69,6 +70,8 @@ class Header(IntEnum):
     EXPAND_OFFSET = 7
     LEAST_SHARES = 8
     """Of a tile; 0 without tiles."""
+    RANK_PITCH = 9
+    """The largest lora_rank of the step's adapters, rounded up to ROW_ALIGNMENT: floats between two slices of v."""
 
 
 def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:

@@ -19,6 +19,7 @@ from punica_core.ops.layout import (
     MAX_EXPAND_SHARES,
     SHRINK_CHUNK_SHORT,
     SHRINK_CHUNK_TALL,
+    row_pitch,
 )
 
 Int32Array = npt.NDArray[np.int32]
@@ -154,7 +155,7 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
     array[:HEADER_WORDS] = (
         *(len(slots), rows, HEADER_WORDS, slot_offset),
         *(num_units, shrink_offset, num_shares, expand_offset),
-        *(least_shares, 0, 0, 0),
+        *(least_shares, row_pitch(largest), 0, 0),
     )
     return shrink_offset + num_units * ITEM_WORDS
 

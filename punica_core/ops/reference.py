@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from punica_core.ops.layout import HEADER_WORDS, MAX_RANK, MAX_SLICES, ROW_ALIGNMENT, Field, Header, row_pitch
+from punica_core.ops.layout import (
+    HEADER_WORDS,
+    MAX_RANK,
+    MAX_SLICES,
+    RECORD_WORDS,
+    ROW_ALIGNMENT,
+    Field,
+    Header,
+    row_pitch,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ def read_record(table: Tensor, slice_index: int, slot: int) -> Record:
 
 def segments(plan: Tensor) -> Iterator[tuple[slice, int]]:
     """Yield (rows, slot) of each non-empty segment of the plan that has an adapter."""
-    header = plan[: HEADER_WORDS].tolist()
+    header = plan[:HEADER_WORDS].tolist()
     count = header[Header.NUM_SEGMENTS]
     indptr_offset, slot_offset = header[Header.INDPTR_OFFSET], header[Header.SLOT_OFFSET]
     indptr = plan[indptr_offset : indptr_offset + count + 1].tolist()
@@ -57,15 +66,17 @@ def _matrix(arena: Tensor, offset: int, rows: int, width: int, pitch: int) -> Te
     return arena[offset : offset + rows * pitch].view(rows, pitch)[:, :width]
 
 
-def _scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> Tensor:
-    return v[: num_rows * slices * max_rank].view(num_rows, slices, max_rank)
+def _scratch(v: Tensor, num_rows: int, slices: int, plan: Tensor) -> Tensor:
+    """The first split of v: [T, slices, pitch of the plan]."""
+    pitch = int(plan[Header.RANK_PITCH])
+    return v[: num_rows * slices * pitch].view(num_rows, slices, pitch)
 
 
 def lora_shrink(
     v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
 ) -> None:
     check_shrink(v, x, arena, table, plan, max_rank)
-    out = _scratch(v, x.size(0), table.size(0), max_rank)
+    out = _scratch(v, x.size(0), table.size(0), plan)
     for rows, slot in segments(plan):
         for index in range(table.size(0)):
             record = read_record(table, index, slot)
@@ -76,7 +87,7 @@ def lora_shrink(
 
 def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
     check_embed(v, token_ids, arena, table, plan, max_rank)
-    out = _scratch(v, token_ids.size(0), 1, max_rank)
+    out = _scratch(v, token_ids.size(0), 1, plan)
     for rows, slot in segments(plan):
         record = read_record(table, 0, slot)
         if record.lora_rank:
@@ -96,7 +107,7 @@ def lora_expand(
     max_rank: int,
 ) -> None:
     check_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
-    hidden = _scratch(v, y.size(0), table.size(0), max_rank)
+    hidden = _scratch(v, y.size(0), table.size(0), plan)
     for rows, slot in segments(plan):
         column = 0
         for index, width in enumerate(out_features):
@@ -142,12 +153,16 @@ def _check_common(arena: Tensor, table: Tensor, plan: Tensor) -> None:
         lambda: f"arena must be a contiguous 1-D tensor, got {tuple(arena.shape)}",
     )
     torch._check(
-        table.dtype == torch.int64 and table.dim() == 3 and table.is_contiguous(),
-        lambda: f"table must be contiguous int64 [slices, N, 6], got {table.dtype} {tuple(table.shape)}",
+        table.dtype == torch.int64 and table.dim() == 3,
+        lambda: f"table must be int64 [slices, N, 6], got {table.dtype} {tuple(table.shape)}",
     )
     torch._check(
-        1 <= table.size(0) <= MAX_SLICES and table.size(2) == 6,
-        lambda: f"table must be [1..{MAX_SLICES} slices, N, 6], got {tuple(table.shape)}",
+        1 <= table.size(0) <= MAX_SLICES and table.size(2) == RECORD_WORDS,
+        lambda: f"table must be [1..{MAX_SLICES} slices, N, {RECORD_WORDS}], got {tuple(table.shape)}",
+    )
+    torch._check(
+        table.stride(2) == 1 and table.stride(0) % RECORD_WORDS == 0 and table.stride(1) % RECORD_WORDS == 0,
+        lambda: f"table must have whole records of {RECORD_WORDS} words, got strides {table.stride()}",
     )
     torch._check(
         plan.dtype == torch.int32 and plan.dim() == 1 and plan.is_contiguous(),

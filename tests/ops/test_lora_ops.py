@@ -181,6 +181,35 @@ def test_shrink_beside_what_follows_leaves_the_same(device, dtype) -> None:
 
 
 @targets
+def test_a_step_moves_what_its_own_ranks_need_whatever_may_come(device, dtype) -> None:
+    """max_rank is room; the scratch that is touched follows the adapters that take part."""
+    shape = {"in_features": 2048, "out_features": (64, 40), "dtype": dtype, "device": device}
+    batch = make_batch(rows_of([3, 5, 1]), ranks=[8, 5, 256], max_rank=256, **shape)
+    check(batch)
+    used = 16 * len(batch.x) * 2 * 8
+    assert not batch.v[used:].isnan().all(), "rank 256 takes more"
+    rows = np.where(batch.row_slots == 2, -1, batch.row_slots).astype(np.int32)
+    batch.plan.set_rows(rows, batch.tables.slot_rank)
+    batch.v.fill_(torch.nan)
+    got = batch.apply()
+    assert batch.v[used:].isnan().all()
+    exact, same = batch.expected(), batch.expected(dtype)
+    assert_as_exact_as_torch(got[:8], exact[:8], same[:8])
+    assert torch.equal(got[8:], batch.y[8:])
+
+
+@targets
+def test_a_table_may_hold_slots_or_modules_together(device, dtype) -> None:
+    batch = make_batch(rows_of([3, 5, 1]), out_features=(64, 40), dtype=dtype, device=device)
+    want = batch.apply()
+    assert not batch.table.is_contiguous()
+    batch.table = batch.table.contiguous()
+    assert torch.equal(batch.apply(), want)
+    batch.table = batch.table.flip(1).contiguous()
+    assert not torch.equal(batch.apply(), want)
+
+
+@targets
 def test_the_same_batch_twice_is_bitwise_equal(device, dtype) -> None:
     batch = make_batch(rows_of([1, 30, 9]), in_features=2048, out_features=(520,), dtype=dtype, device=device)
     assert torch.equal(batch.apply(), batch.apply())
@@ -275,10 +304,11 @@ def test_opcheck(device, dtype, op) -> None:
         (lambda b: {"x": b.x.T.contiguous().T}, "contiguous rows"),
         (lambda b: {"v": b.v[:10]}, "want at least"),
         (lambda b: {"table": b.table[0]}, "slices, N, 6"),
+        (lambda b: {"table": torch.zeros(1, 4, 7, dtype=torch.int64)[:, :, :6]}, "whole records"),
         (lambda b: {"plan": b.plan.plan.long()}, "int32"),
         (lambda b: {"max_rank": 9}, "multiple of 8"),
     ],
-    ids=["dtype", "stride", "scratch", "table", "plan", "max_rank"],
+    ids=["dtype", "stride", "scratch", "table", "records", "plan", "max_rank"],
 )
 def test_wrong_arguments_are_named(change, message) -> None:
     batch = make_batch(rows_of([3]), ranks=[8])

@@ -53,6 +53,21 @@ def test_short_segments_get_short_rank_chunks_and_tall_ones_tall() -> None:
     assert [(int(n), int(w >> 16)) for _, n, _, w in units] == [(8, 16)] * 4 + [(16, 32), (16, 32)] * 2 + [(1, 32)] * 2
 
 
+@pytest.mark.parametrize(
+    ("slots", "pitch"), [([0, 0, 1], 16), ([1], 8), ([5, -1, 0], 40), ([4, 3], 200), ([2, -1], 0), ([], 0)], ids=str
+)
+def test_low_rank_rows_lie_as_far_apart_as_the_steps_largest_rank_needs(slots: list[int], pitch: int) -> None:
+    plan = SegmentPlan(8, max_rank=256)
+    plan.set_rows(np.asarray(slots, np.int32), SLOT_RANK)
+    assert plan.plan[Header.RANK_PITCH] == pitch
+
+
+def test_an_empty_segment_moves_nothing_apart() -> None:
+    plan = SegmentPlan(8, max_rank=256)
+    plan.set_segments(np.asarray([0, 2, 2], np.int32), np.asarray([0, 4], np.int32), SLOT_RANK)
+    assert plan.plan[Header.RANK_PITCH] == 16
+
+
 def test_rows_become_segments_of_equal_neighbours() -> None:
     plan = SegmentPlan(8, max_rank=64)
     plan.set_rows(np.asarray([-1, 0, 0, 3, 0], np.int32), SLOT_RANK)

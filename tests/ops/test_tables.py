@@ -47,6 +47,14 @@ def test_a_written_module_reads_back_at_aligned_offsets() -> None:
     assert read_record(tables.group(0, 2), 0, 2).lora_rank == 0
 
 
+def test_the_records_of_a_slot_lie_together() -> None:
+    arena, tables = Arena(4096, dtype=torch.float32), AdapterTables(2, 3000)
+    tables.write(2999, {0: weights(4), 1: weights(9)}, arena)
+    slot = tables.records[:, 2999]
+    assert slot.is_contiguous()
+    assert (slot.storage_offset() + slot.numel()) == tables.records.numel()
+
+
 def test_a_slot_knows_its_largest_rank_until_it_is_cleared() -> None:
     arena, tables = Arena(4096, dtype=torch.float32), AdapterTables(2, 3)
     tables.write(1, {0: weights(4), 1: weights(9)}, arena)

@@ -100,8 +100,9 @@ def make_batch(
     dora_slots: Sequence[int] = (),
     missing: Sequence[tuple[int, int]] = (),
     y_padding: int = 0,
+    max_rank: int | None = None,
 ) -> LoraBatch:
-    """Build a batch: slot s has lora_rank ``ranks[s % len(ranks)]``.
+    """Build a batch: slot s has lora_rank ``ranks[s % len(ranks)]``; max_rank: default the largest, rounded up to 8.
 
     The arena, the scratch and ``y_padding`` columns beside y are poisoned with NaN. ``missing`` lists (slot, slice)
     pairs that the adapter does not target.
@@ -109,7 +110,7 @@ def make_batch(
     generator = torch.Generator(device).manual_seed(seed)
     num_slots = max(max(row_slots), 0) + 1
     used = sorted({slot for slot in row_slots if slot >= 0})
-    max_rank = -(-max(ranks) // 8) * 8
+    max_rank = row_pitch(max(ranks)) if max_rank is None else max_rank
     adapters: dict[int, list[ModuleWeights | None]] = {}
     for slot in used:
         adapters[slot] = [

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const __grid_const
       int const r = i % record.lora_rank;
       int64_t const token = params.ids_are_64_bit ? __ldcg(static_cast<long long const*>(params.token_ids) + row)
                                                   : __ldcg(static_cast<int const*>(params.token_ids) + row);
-      params.scratch.v[static_cast<int64_t>(row) * params.scratch.max_rank + r] =
+      params.scratch.v[static_cast<int64_t>(row) * work.rank_pitch + r] =
           Convert<T>::to_float(a[token * record.lora_rank + r]);
     }
   }

@@ -9,7 +9,6 @@
 #include "punica/expand_decode.cuh"
 #include "punica/expand_items.cuh"
 #include "punica/expand_prompt.cuh"
-#include "punica/expand_stream.cuh"
 
 namespace punica {
 
@@ -35,14 +34,14 @@ __device__ inline Part<T> make_part(ExpandParams const& params, ExpandItem const
 
 // The part of an item that lies in one slice.
 template <typename T, bool kPrompt, int kBlocksPerSm, bool kAligned>
-__device__ inline void expand_slice(ExpandParams const& params, ExpandItem const& item, int splits, T* hidden,
-                                    bool& must_wait) {
+__device__ inline void expand_slice(ExpandParams const& params, ExpandItem const& item, int splits, int rank_pitch,
+                                    T* hidden, bool& must_wait) {
   if (item.record.lora_rank == 0) return;
   Scratch const& scratch = params.scratch;
-  int const row_pitch = params.tables.slices * scratch.max_rank;
+  int const row_pitch = params.tables.slices * rank_pitch;
   Part<T> const part = make_part<T>(params, item);
   Affine<T> const affine{static_cast<T const*>(params.tables.arena), item.record.gain_offset, item.record.bias_offset};
-  HiddenSource const source{scratch.v + static_cast<int64_t>(item.tile.x) * row_pitch + item.slice * scratch.max_rank,
+  HiddenSource const source{scratch.v + static_cast<int64_t>(item.tile.x) * row_pitch + item.slice * rank_pitch,
                             row_pitch, static_cast<int64_t>(scratch.num_rows) * row_pitch, splits};
   if constexpr (kPrompt) {
     expand_prompt_part<T, kAligned>(part, affine, source, params.y_stride, hidden, must_wait);
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(kExpandThreads, kBlocksPerSm)
   start_next();
   int32_t const* const plan = params.tables.plan;
   WorkList const work = load_work_list(plan);
-  Cut const cut = make_cut(params, work.num_shares, max(work.least_shares, 1), kExpandWarps);
+  Cut const cut = make_cut(params, work.num_shares);
   int const num_items = work.num_shares * cut.items_a_share;
   int const stride = gridDim.x;
   auto const load_tile = [&](int index) {
@@ -72,11 +71,11 @@ __global__ void __launch_bounds__(kExpandThreads, kBlocksPerSm)
     for (int index = blockIdx.x; index < num_items; index += stride) {
       ExpandItem item = make_item(params, cut, tile, index);
       tile = load_tile(index + stride);
-      expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, hidden, must_wait);
+      expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, work.rank_pitch, hidden, must_wait);
       while (params.unit_end[item.slice] < item.end_unit) {
         item.first_unit = params.unit_end[item.slice++];
         item.record = load_record(params.tables, item.slice, item.tile.z);
-        expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, hidden, must_wait);
+        expand_slice<T, kPrompt, kBlocksPerSm, kAligned>(params, item, splits, work.rank_pitch, hidden, must_wait);
       }
     }
   }
@@ -93,13 +92,9 @@ cudaError_t launch_expand_kernel(ExpandParams const& params, LaunchConfig const&
 
 template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config) {
-#if PUNICA_EXPAND_STREAM
-  return launch_expand_stream<T>(params, config);
-#else
   if (params.scratch.num_rows > kMaxDecodeRows) return launch_expand_kernel<T, true, 3>(params, config);
   if (params.scratch.num_rows > kMaxFewRows) return launch_expand_kernel<T, false, 3>(params, config);
   return launch_expand_kernel<T, false, 2>(params, config);
-#endif
 }
 
 }  // namespace punica

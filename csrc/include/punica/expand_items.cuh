@@ -23,20 +23,16 @@ struct Cut {
 };
 
 // Every lane rates one way to cut: waves times the units of an item, with what an item costs beside them in units. An item
-// should have `min_units` units, were all tiles to have as many shares as the one with the least.
-__device__ inline Cut make_cut(ExpandParams const& params, int num_shares, int least_shares, int min_units) {
+// should have a unit for each warp, were every tile to have one share.
+__device__ inline Cut make_cut(ExpandParams const& params, int num_shares) {
   constexpr int kItemOverhead = 4;
   constexpr int kCostBits = 26;
-#if !PUNICA_CUT_SHARES
-  least_shares = 1;
-#endif
   int const units = params.unit_end[params.tables.slices - 1];
-  int const share_units = (units + least_shares - 1) / least_shares;
-  int const most = max(1, (share_units + min_units - 1) / min_units);
+  int const most = max(1, (units + kExpandWarps - 1) / kExpandWarps);
   int const lane = threadIdx.x % 32;
   int const items = max(1, most * (lane + 1) / 32);
   unsigned const waves = (num_shares * items + gridDim.x - 1) / gridDim.x;
-  unsigned const cost = waves * ((share_units + items - 1) / items + kItemOverhead);
+  unsigned const cost = waves * ((units + items - 1) / items + kItemOverhead);
   unsigned const best = warp_min(min(cost, (1u << kCostBits) - 1) << 5 | lane) & 31;
   return {units, max(1, most * (static_cast<int>(best) + 1) / 32)};
 }

@@ -40,7 +40,8 @@ enum PlanHeader : int {
   kShrinkOffset = 5,
   kNumExpandShares = 6,
   kExpandOffset = 7,
-  kLeastShares = 8,  // of a tile; the rest of the header is zero
+  kLeastShares = 8,  // of a tile
+  kRankPitch = 9,    // floats between two slices of v; the rest of the header is zero
 };
 
 constexpr int kHeaderWords = 12;
@@ -51,17 +52,18 @@ inline int shrink_blocks_per_sm(int num_rows) { return num_rows <= 16 ? 1 : 2; }
 // What all kernels share.
 struct Tables {
   void const* arena;         // [elements] of the kernel's dtype, 16-byte aligned
-  TableRecord const* table;  // [slices, N]
+  TableRecord const* table;  // [slices, N], strides below
   int32_t const* plan;       // [capacity]
   int slices;
-  int num_slots;
+  int slice_stride;  // records
+  int slot_stride;
 };
 
-// fp32 partial sums [splits, T, slices, max_rank]; split_count() says how many splits are used.
+// fp32 partial sums [splits, T, slices, rank pitch of the plan]; split_count() says how many splits are used. There is room for
+// max_rank in place of the pitch, so that the room does not depend on who takes part in a step and what is moved does.
 struct Scratch {
   float* v;
   int num_rows;
-  int max_rank;    // multiple of 8
   int max_splits;  // how many fit
   int num_blocks;  // of shrink: work items that run at once
 };

@@ -66,27 +66,12 @@ __device__ inline void gather_hidden(T* hidden, HiddenSource const& source, Part
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     if (t < part.row_count && r < part.lora_rank) {
       float const* const v = source.v + t * source.row_pitch + r;
-#if PUNICA_GATHER_WHOLE
-      for (int first = 0; first < source.splits; first += kLoads) {
-        float4 terms[kLoads];
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          auto const* const term = reinterpret_cast<float4 const*>(v + (first + i) * source.split_pitch);
-          terms[i] = first + i < source.splits ? __ldcg(term) : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i)
-          sum = make_float4(sum.x + terms[i].x, sum.y + terms[i].y, sum.z + terms[i].z, sum.w + terms[i].w);
-      }
-    }
-#else
 #pragma unroll kLoads
       for (int split = 0; split < source.splits; ++split) {
         float4 const term = __ldcg(reinterpret_cast<float4 const*>(v + split * source.split_pitch));
         sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
       }
     }
-#endif
     int const left = part.lora_rank - r;  // the ranks of a last, partial quad were never written
     uint32_t const low = Convert<T>::pack(sum.x, left > 1 ? sum.y : 0.f);
     uint32_t const high = Convert<T>::pack(left > 2 ? sum.z : 0.f, left > 3 ? sum.w : 0.f);

@@ -111,6 +111,7 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   plan[kNumExpandShares] = static_cast<int32_t>(num_shares);
   plan[kExpandOffset] = static_cast<int32_t>(expand_offset);
   plan[kLeastShares] = least_shares;
+  plan[kRankPitch] = (largest + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
   return {PlanError::kNone, used};
 }
 

@@ -1,4 +1,4 @@
-// What is said in PTX or to the CUDA runtime: loads, asynchronous copies, the tensor core, dependent launch. The tests run the
+// What is said in PTX or to the CUDA runtime: loads, the tensor core, dependent launch. The tests run the
 // kernels on a CPU by putting a header of this name before this one.
 #pragma once
 
@@ -42,26 +42,6 @@ __device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint
   }
 }
 
-// Copies `bytes` (0 to 16; the rest is zero) without passing through registers.
-__device__ inline void copy16_async(char* shared, void const* global, int bytes) {
-  auto const to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
-}
-
-// Closes a group of copies; wait_copies<n>() returns when all but this thread's last n groups have arrived.
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ inline void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// The block's shared memory beyond what kernels declare.
-__device__ inline char* dynamic_shared() {
-  extern __shared__ __align__(128) char bytes[];
-  return bytes;
-}
-
 __device__ inline unsigned warp_min(unsigned value) { return __reduce_min_sync(~0u, value); }
 
 // Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
@@ -94,27 +74,14 @@ __device__ inline int4 load_metadata(int4 const* pointer) {
   return out;
 }
 
-// Have the multiprocessor's memory serve as shared memory rather than as L1 cache.
-inline cudaError_t prefer_shared_memory(void const* kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-}
-
-// `shared_bytes` of dynamic shared memory may exceed the 48 KB that a kernel has without asking.
 template <typename Params>
-cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config,
-                   int shared_bytes = 0) {
-  if (shared_bytes > 0) {
-    cudaError_t const error =
-        cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
+cudaError_t launch(void (*kernel)(Params), int grid, int block, Params const& params, LaunchConfig const& config) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch_config{};
   launch_config.gridDim = dim3(grid);
   launch_config.blockDim = dim3(block);
-  launch_config.dynamicSmemBytes = shared_bytes;
   launch_config.stream = config.stream;
   launch_config.attrs = &attribute;
   launch_config.numAttrs = config.dependent_launch ? 1 : 0;

@@ -39,6 +39,7 @@ struct ShrinkItem {
   int row_start;
   int row_count;
   int rank_start;
+  int rank_pitch;
   int slice;
   int split;
   int first_step;  // steps of kStepColumns: [first_step, end_step)
@@ -128,7 +129,7 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
     for (int group = 0; group < Tile::kColumnGroups; ++group)
       sum += buffer[(group * Tile::kRows + t) * Tile::kPitch + r];
     int64_t const row = static_cast<int64_t>(item.split) * scratch.num_rows + item.row_start + t;
-    scratch.v[(row * params.tables.slices + item.slice) * scratch.max_rank + item.rank_start + r] = sum;
+    scratch.v[(row * params.tables.slices + item.slice) * item.rank_pitch + item.rank_start + r] = sum;
   }
   __syncthreads();
 }
@@ -185,6 +186,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_
     item.row_start = unit.x;
     item.row_count = unit.y;
     item.rank_start = unit.w & 0xffff;
+    item.rank_pitch = work.rank_pitch;
     if (item.rank_start >= record.lora_rank) continue;
     item.first_step = steps * item.split / splits;
     item.end_step = steps * (item.split + 1) / splits;
@@ -204,11 +206,6 @@ template <typename T>
 cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config) {
   bool const aligned = params.in_features % 8 == 0 && params.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
   auto* const kernel = aligned ? shrink_kernel<T, true> : shrink_kernel<T, false>;
-#if PUNICA_SHRINK_CARVEOUT
-  // As expand needs: a multiprocessor must be empty before it can change how it divides its memory.
-  cudaError_t const error = prefer_shared_memory(reinterpret_cast<void const*>(kernel));
-  if (error != cudaSuccess) return error;
-#endif
   return launch(kernel, params.scratch.num_blocks, kShrinkThreads, params, config);
 }
 

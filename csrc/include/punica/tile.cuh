@@ -79,23 +79,24 @@ __device__ inline void mma_16x8x32(float (&d)[4], Vec8 const& top, Vec8 const& b
   mma_16x8x16<T>(d, top.word[2], bottom.word[2], top.word[3], bottom.word[3], column.word[2], column.word[3]);
 }
 
-// Words kNumShrinkUnits .. kLeastShares of a plan.
+// Words kNumShrinkUnits .. kRankPitch of a plan.
 struct WorkList {
   int num_units;
   int units_offset;
   int num_shares;
   int shares_offset;
   int least_shares;
+  int rank_pitch;
 };
 
 __device__ inline WorkList load_work_list(int32_t const* plan) {
   int4 const words = load_metadata(reinterpret_cast<int4 const*>(plan + kNumShrinkUnits));
   int4 const more = load_metadata(reinterpret_cast<int4 const*>(plan + kLeastShares));
-  return {words.x, words.y, words.z, words.w, more.x};
+  return {words.x, words.y, words.z, words.w, more.x, more.y};
 }
 
 __device__ inline TableRecord load_record(Tables const& tables, int slice, int slot) {
-  auto const* words = reinterpret_cast<int4 const*>(tables.table + static_cast<int64_t>(slice) * tables.num_slots + slot);
+  auto const* words = reinterpret_cast<int4 const*>(tables.table + static_cast<int64_t>(slice) * tables.slice_stride + static_cast<int64_t>(slot) * tables.slot_stride);
   TableRecord record;
   auto* out = reinterpret_cast<int4*>(&record);
 #pragma unroll

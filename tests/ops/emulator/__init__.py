@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from punica_core.ops.build import source_directory
+from punica_core.ops.layout import RECORD_WORDS
 from tests.support.lora_batch import LoraBatch
 
 MAX_SLICES = 4
@@ -22,7 +22,8 @@ class _Tables(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("plan", ctypes.c_void_p),
         ("slices", ctypes.c_int),
-        ("num_slots", ctypes.c_int),
+        ("slice_stride", ctypes.c_int),
+        ("slot_stride", ctypes.c_int),
     )
 
 
@@ -30,7 +31,6 @@ class _Scratch(ctypes.Structure):
     _fields_ = (
         ("v", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
-        ("max_rank", ctypes.c_int),
         ("max_splits", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
     )
@@ -60,11 +60,11 @@ class _ExpandParams(ctypes.Structure):
     )
 
 
-def compile_kernels(nvcc: str, output: Path, *, sources: Path | None = None, defines: Sequence[str] = ()) -> Path:
+def compile_kernels(nvcc: str, output: Path, *, sources: Path | None = None) -> Path:
     """Compile the kernels for the CPU."""
     here = Path(__file__).parent
     include = [f"-I{here}", f"-I{(sources or source_directory()) / 'include'}"]
-    flags = ["-std=c++20", "-O2", "-x", "c++", "-Xcompiler=-fPIC,-w", "-shared", *(f"-D{name}" for name in defines)]
+    flags = ["-std=c++20", "-O2", "-x", "c++", "-Xcompiler=-fPIC,-w", "-shared"]
     subprocess.run([nvcc, *flags, *include, str(here / "kernels.cpp"), "-o", str(output)], check=True)
     return output
 
@@ -75,18 +75,15 @@ class EmulatedKernels:
     Args:
         library: what ``compile_kernels`` made.
         num_sms: multiprocessors of the pretended GPU: few, as each block is run whether it has work or not.
-        late_copies: asynchronous copies arrive only when they are waited for, not at once.
     """
 
-    def __init__(self, library: Path, *, num_sms: int = 3, late_copies: bool = False) -> None:
+    def __init__(self, library: Path, *, num_sms: int = 3) -> None:
         self._library = ctypes.CDLL(str(library))
         self._num_sms = num_sms
-        self._late_copies = late_copies
 
     def apply(self, batch: LoraBatch, y: Tensor | None = None) -> Tensor:
         """As ``LoraBatch.apply``, with kernels in the place of the ops. Raises RuntimeError if a launch fails."""
         out = batch.y.clone() if y is None else y
-        self._library.set_late_copies(int(self._late_copies))
         bf16 = int(out.dtype == torch.bfloat16)
         slices = len(batch.out_features)
         rows = len(batch.x)
@@ -95,11 +92,12 @@ class EmulatedKernels:
             batch.table.data_ptr(),
             batch.plan.plan.data_ptr(),
             slices,
-            batch.table.size(1),
+            batch.table.stride(0) // RECORD_WORDS,
+            batch.table.stride(1) // RECORD_WORDS,
         )
         splits = batch.v.numel() // (rows * slices * batch.max_rank)
         num_blocks = self._num_sms * (1 if rows <= 16 else 2)
-        scratch = _Scratch(batch.v.data_ptr(), rows, batch.max_rank, splits, num_blocks)
+        scratch = _Scratch(batch.v.data_ptr(), rows, splits, num_blocks)
         shrink = _ShrinkParams(tables, scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
         self._check(self._library.shrink(bf16, ctypes.byref(shrink), self._num_sms))
         expand = _ExpandParams(tables, scratch, out.data_ptr(), out.stride(0), batch.x.size(1))

@@ -4,8 +4,6 @@
 
 extern "C" {
 
-void set_late_copies(int late) { emulator::late_copies = late != 0; }
-
 int shrink(int bf16, punica::ShrinkParams const* params, int num_sms) {
   punica::LaunchConfig const config{num_sms, true, nullptr};
   return bf16 ? punica::launch_shrink<__nv_bfloat16>(*params, config) : punica::launch_shrink<__half>(*params, config);

@@ -1,6 +1,5 @@
 // Stands in for csrc/include/punica/primitives.cuh: runs kernels on a CPU, so that their logic is tested without a GPU. The
-// threads of a block are fibers of one thread; blocks run one after another. Asynchronous copies happen as early or as late
-// as the kernel allows (`late_copies`), so that a missing wait and a place reused too soon both show. No memory model.
+// threads of a block are fibers of one thread; blocks run one after another. No memory model.
 #pragma once
 
 #define __launch_bounds__(...)
@@ -18,7 +17,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -36,18 +34,10 @@ inline EmulatedIndex gridDim;
 
 namespace emulator {
 
-struct Copy {
-  char* to;
-  void const* from;
-  int bytes;
-};
-
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
-  std::vector<Copy> open;
-  std::deque<std::vector<Copy>> groups;
 };
 
 struct Barrier {
@@ -67,7 +57,6 @@ struct Block {
 };
 
 inline Block* block = nullptr;
-inline bool late_copies = false;
 inline bool waited = true;  // whether every thread has waited for the kernel before; reset by launch
 inline int threads_waited = 0;
 
@@ -88,11 +77,6 @@ inline void meet(Barrier& barrier, int threads) {
 }
 
 inline void meet_warp() { meet(block->warps[threadIdx.x / kWarp], kWarp); }
-
-inline void perform(Copy const& copy) {
-  std::memcpy(copy.to, copy.from, copy.bytes);
-  std::memset(copy.to + copy.bytes, 0, 16 - copy.bytes);
-}
 
 // Every lane's words, once all have given theirs.
 template <typename Use>
@@ -210,65 +194,19 @@ inline unsigned warp_min(unsigned value) {
   });
 }
 
-inline void copy16_async(char* shared, void const* global, int bytes) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 || (bytes && reinterpret_cast<uintptr_t>(global) % 16)) std::abort();
-  emulator::Copy const copy{shared, global, bytes};
-  if (emulator::late_copies) {
-    emulator::block->fibers[threadIdx.x].open.push_back(copy);
-  } else {
-    emulator::perform(copy);
-  }
-}
-
-inline void commit_copies() {
-  auto& fiber = emulator::block->fibers[threadIdx.x];
-  fiber.groups.push_back(std::move(fiber.open));
-  fiber.open.clear();
-}
-
-template <int kPending>
-void wait_copies() {
-  auto& groups = emulator::block->fibers[threadIdx.x].groups;
-  for (; groups.size() > kPending; groups.pop_front())
-    for (auto const& copy : groups.front()) emulator::perform(copy);
-}
-
-constexpr int kDynamicBytes = 227 << 10;
-inline char* dynamic_shared() {
-  alignas(128) static char bytes[kDynamicBytes];
-  return bytes;
-}
-
 inline void wait_for_previous() { ++emulator::threads_waited; }
 inline void start_next() {}
 
 inline int4 load_metadata(int4 const* pointer) { return *pointer; }
 
-inline cudaError_t prefer_shared_memory(void const*) { return cudaSuccess; }
-
 template <typename Params>
-cudaError_t launch(void (*kernel)(Params), int grid, int threads, Params const& params, LaunchConfig const&,
-                   int shared_bytes = 0) {
-  if (shared_bytes > kDynamicBytes) return cudaErrorInvalidConfiguration;
+cudaError_t launch(void (*kernel)(Params), int grid, int threads, Params const& params, LaunchConfig const&) {
   emulator::Call<Params> const call{kernel, &params};
   gridDim.x = grid;
   emulator::waited = true;
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-    std::memset(dynamic_shared(), 0xff, kDynamicBytes);  // NaN
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
     if (!emulator::run_block(call, threads)) return cudaErrorLaunchTimeout;
-  }
   return emulator::waited ? cudaSuccess : cudaErrorUnknown;  // every thread waits exactly once
 }
 
 }  // namespace punica
-
-// The device that the kernels are configured for.
-inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute) {
-  switch (attribute) {
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 228 << 10; return cudaSuccess;
-    default: return cudaErrorInvalidValue;
-  }
-}
-#define cudaDeviceGetAttribute(value, attribute, device) emulated_attribute(value, attribute)
-#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
