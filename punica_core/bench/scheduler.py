@@ -48,6 +48,7 @@ def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0) -
         max_num_seqs=num_running + num_cold,
         max_num_batched_tokens=8192,
         max_model_len=MAX_MODEL_LEN,
+        max_scored_tokens=1024,
     )
     pool = BlockPool(num_running * MAX_MODEL_LEN // limits.block_size)
     scheduler = Scheduler(limits, pool, PrefixCache(pool), WarmAndCold(warm))

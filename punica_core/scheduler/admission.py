@@ -12,29 +12,35 @@ from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
 from punica_core.scheduler.waiting import WaitingQueue
 
+OVERTAKEN = frozenset({SkipReason.NO_BLOCKS, SkipReason.NO_TOKENS, SkipReason.PREFIX_COMPUTING})
+"""Why a sequence may be passed by those behind it while it is not overdue. One that needs an adapter always may."""
+
 
 @dataclass(slots=True)
 class AdmissionPass:
     """State of one pass.
 
-    refused: adapters that were asked for in this pass in vain, never None. room_kept_for: once set, no other adapter
-    is pinned in the rest of the pass. num_without_blocks: sequences that others may overtake meanwhile.
+    overdue_since: who arrived then or earlier is not overtaken any more. refused: adapters that were asked for in this
+    pass in vain, never None. room_kept_for: once set, no other adapter is pinned in the rest of the pass. passed:
+    sequences that others may overtake meanwhile, by reason.
     """
 
     step: StepBuilder
     now: float
+    overdue_since: float
     refused: dict[AdapterRef | None, SkipReason] = field(default_factory=dict)
     room_kept_for: AdapterRef | None = None
-    num_without_blocks: int = 0
+    passed: Counter[SkipReason] = field(default_factory=Counter)
+
+    def is_overdue(self, sequence: Sequence) -> bool:
+        return sequence.arrival <= self.overdue_since
 
 
 def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReason | None) -> Counter[SkipReason]:
     """Why each sequence waits after a pass that `stop` ended. Sequences that were preempted during the pass made
     room for an adapter."""
-    reasons: Counter[SkipReason] = Counter()
-    num_explained = turn.num_without_blocks
-    if turn.num_without_blocks:
-        reasons[SkipReason.NO_BLOCKS] = turn.num_without_blocks
+    reasons: Counter[SkipReason] = Counter(turn.passed)
+    num_explained = turn.passed.total()
     if turn.refused:
         for adapter, queue in waiting.queues():
             if adapter in turn.refused:

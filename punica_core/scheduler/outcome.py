@@ -21,7 +21,7 @@ def check_servable(request: NewSequence, limits: SchedulerLimits, num_blocks: in
             "Shorten the prompt or lower max_tokens."
         )
     num_inputs = num_prompt + max(max_tokens - 1, 0)  # the last token is never an input, so it needs no KV
-    num_needed = -(-num_inputs // limits.block_size)
+    num_needed = limits.blocks_for(num_inputs)
     if num_needed > num_blocks:
         raise ContextLengthExceeded(
             f"{sizes}; that needs {num_needed} KV blocks and the worker has {num_blocks}. "
@@ -53,7 +53,7 @@ def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason
         token_ids=token_ids,
         finish_reason=finish,
         logprobs=logprobs,
-        prompt_logprobs=sequence.prompt_logprobs if is_first and wants_prompt_logprobs(sequence) else None,
+        prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.wants_prompt_logprobs else None,
         stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
         cached_tokens=sequence.cached_tokens if is_first else 0,
         adapter_key=sequence.adapter_key if is_first else "",
@@ -65,7 +65,7 @@ def prompt_output(sequence: Sequence) -> SequenceOutput:
     return SequenceOutput(
         request_id=sequence.request_id,
         finish_reason=FinishReason.LENGTH,
-        prompt_logprobs=sequence.prompt_logprobs if wants_prompt_logprobs(sequence) else None,
+        prompt_logprobs=sequence.prompt_logprobs if sequence.wants_prompt_logprobs else None,
         cached_tokens=sequence.cached_tokens,
         adapter_key=sequence.adapter_key,
     )
@@ -78,13 +78,8 @@ def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
     )
 
 
-def wants_prompt_logprobs(sequence: Sequence) -> bool:
-    return sequence.sampling.prompt_logprobs is not None
-
-
 def keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
     """Add what a row that starts at `start` scored: entry i belongs to position start + 1 + i. A sequence that was
     preempted has some of them already."""
-    if wants_prompt_logprobs(sequence):
-        seen = sequence.prompt_logprobs or [None]
-        sequence.prompt_logprobs = [*seen, *entries[len(seen) - start - 1 :]]
+    seen = sequence.prompt_logprobs or [None]
+    sequence.prompt_logprobs = [*seen, *entries[len(seen) - start - 1 :]]

@@ -27,6 +27,7 @@ class SkipReason(enum.StrEnum):
     NO_TOKENS = "no_tokens"
     NO_SEATS = "no_seats"
     NO_BLOCKS = "no_blocks"
+    PREFIX_COMPUTING = "prefix_computing"
     ADAPTER_LOADING = "adapter_loading"
     ADAPTER_NO_ROOM = "adapter_no_room"
     TENANT_LIMIT = "tenant_limit"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from dataclasses import asdict
+from operator import attrgetter
 
 from punica_core.errors import InternalError, PunicaError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
-from punica_core.scheduler.admission import AdmissionPass, waiting_by_reason, yielding_groups
+from punica_core.scheduler.admission import OVERTAKEN, AdmissionPass, waiting_by_reason, yielding_groups
 from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepInFlight
 from punica_core.scheduler.limits import SchedulerLimits
@@ -20,10 +22,10 @@ from punica_core.scheduler.outcome import (
     keep_prompt_logprobs,
     prompt_output,
     token_output,
-    wants_prompt_logprobs,
 )
 from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.sequence import Sequence, Status
+from punica_core.scheduler.shared_prompts import SharedPrompts
 from punica_core.scheduler.step_builder import StepBuilder
 from punica_core.scheduler.waiting import GENERATED_TOKEN_SERVICE, PROMPT_TOKEN_SERVICE, WaitingQueue
 
@@ -50,6 +52,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # oldest first
         self._in_flight = InFlight()
+        self._shared_prompts = SharedPrompts(limits.block_size)
         self._next_serial = 0
 
     def has_unfinished(self) -> bool:
@@ -58,18 +61,13 @@ class Scheduler:
 
     def stats(self) -> StepStats:
         """The scheduler's gauges and counters; `waiting_by_reason` is the last step's."""
-        counters = self.counters
         return StepStats(
             running=len(self._running),
             waiting=len(self._waiting),
             waiting_by_reason={str(reason): count for reason, count in self.waiting_by_reason.items()},
             free_blocks=self._pool.num_free,
             cached_blocks=self._pool.num_cached,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            preemptions=counters.preemptions,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
+            **asdict(self.counters),
         )
 
     # Arrivals and departures
@@ -106,7 +104,7 @@ class Scheduler:
         """Decide the next step. An empty plan needs no `update`: nothing can run before the step in flight is over
         or, if there is none, before an adapter arrives."""
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the plan before the last was not updated"
-        step = StepBuilder(self.limits.max_num_batched_tokens, self.limits.block_size)
+        step = StepBuilder(self.limits)
         try:
             self._extend_running(step)
             self._admit_waiting(step, now)
@@ -122,11 +120,7 @@ class Scheduler:
         if not plan.rows:
             return []
         self._in_flight.end(plan)
-        outputs = []
-        for row in plan.rows:
-            output = self._update_row(row, result)
-            if output is not None:
-                outputs.append(output)
+        outputs = [output for row in plan.rows if (output := self._update_row(row, result)) is not None]
         self._release_unused()
         return outputs
 
@@ -173,7 +167,7 @@ class Scheduler:
             self._extend(sequence, len(sequence.token_ids) - sequence.num_scheduled, step)
 
     def _extend(self, sequence: Sequence, count: int, step: StepBuilder) -> None:
-        count = min(count, step.num_tokens_left)
+        count = min(count, step.room_for(sequence))
         if count > 0 and sequence.status is Status.RUNNING and self._cover(sequence, count, step):
             step.add(sequence, count)
 
@@ -182,7 +176,7 @@ class Scheduler:
 
         False if it was itself the newest and had to yield.
         """
-        missing = self._blocks_for(sequence.num_scheduled + count) - len(sequence.block_table)
+        missing = self.limits.blocks_for(sequence.num_scheduled + count) - len(sequence.block_table)
         if missing <= 0:
             return True
         while missing > self._pool.num_free:
@@ -209,7 +203,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Start waiting sequences in fair order until tokens, seats or blocks are used up."""
-        turn = AdmissionPass(step, now)
+        turn = AdmissionPass(step, now, overdue_since=now - self.limits.overtake_limit)
         stop = self._full(step)
         if stop is None and self._waiting:
             stop = self._admit_in_order(turn)
@@ -218,15 +212,16 @@ class Scheduler:
     def _admit_in_order(self, turn: AdmissionPass) -> SkipReason | None:
         """Returns the reason that stopped the pass, None if every waiting sequence had its turn."""
         in_use = {sequence.adapter for sequence in self._running} | {None}
-        overdue_since = turn.now - self.limits.overtake_limit
-        for sequence in self._waiting.order(overdue_since, in_use, turn.refused):
+        self._shared_prompts.forget_computed()
+        for sequence in self._waiting.order(turn.overdue_since, in_use, turn.refused):
             stop = self._full(turn.step)
             if stop is not None:
                 return stop
-            if self._admit(sequence, turn) is SkipReason.NO_BLOCKS:
-                if sequence.arrival <= overdue_since:
-                    return SkipReason.NO_BLOCKS
-                turn.num_without_blocks += 1
+            reason = self._admit(sequence, turn)
+            if reason in OVERTAKEN:
+                if turn.is_overdue(sequence):
+                    return reason
+                turn.passed[reason] += 1
         return None
 
     def _full(self, step: StepBuilder) -> SkipReason | None:
@@ -238,20 +233,35 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
         """Start a waiting sequence, or say why not; then it is as it was before."""
+        if self._shared_prompts.is_awaited(sequence) and not turn.is_overdue(sequence):
+            return SkipReason.PREFIX_COMPUTING
         if sequence.adapter is not None:
             grant = self._acquire(sequence, sequence.adapter, turn)
             if isinstance(grant, SkipReason):
                 return grant
             sequence.grant = grant
         match = self._match(sequence)
-        missing = self._blocks_for(sequence.num_tokens) - len(match.block_ids)
-        revived = sum(map(self._pool.is_free, match.block_ids))
-        if missing + revived + self._reserve() > self._pool.num_free:
+        missing = self.limits.blocks_for(sequence.num_tokens) - len(match.block_ids)
+        reason = self._not_yet(sequence, match, missing, turn)
+        if reason is not None:
             self._release(sequence)
-            return SkipReason.NO_BLOCKS
+            return reason
         self._pool.retain(match.block_ids)
         sequence.block_table = (*match.block_ids, *self._pool.allocate(missing))
         self._start(sequence, match, turn.step)
+        return None
+
+    def _not_yet(self, sequence: Sequence, match: PrefixMatch, missing: int, turn: AdmissionPass) -> SkipReason | None:
+        """Why a sequence that has its adapter, and needs `missing` blocks besides those found, does not start."""
+        revived = sum(map(self._pool.is_free, match.block_ids))
+        reserve = len(self._running)  # what the running ones may need in their next block_size steps
+        if missing + revived + reserve > self._pool.num_free:
+            return SkipReason.NO_BLOCKS
+        if turn.step.room_for(sequence) == 0:
+            return SkipReason.NO_TOKENS
+        may_wait = self._reads_cache(sequence) and not turn.is_overdue(sequence)
+        if may_wait and self._shared_prompts.should_wait(sequence, match.num_tokens):
+            return SkipReason.PREFIX_COMPUTING
         return None
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBuilder) -> None:
@@ -261,26 +271,22 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = match.num_tokens
         if self._prefix_cache is not None:
             sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.tenant)
+            self._shared_prompts.begin(sequence)
         if sequence.admissions == 0:
-            self._count_hits(sequence, match)
+            sequence.cached_tokens = match.num_tokens
+            if self._reads_cache(sequence):
+                self.counters.count_lookup(sequence.num_prompt, match.num_tokens)
             self._waiting.charge(sequence.tenant, PROMPT_TOKEN_SERVICE * (sequence.num_prompt - match.num_tokens))
         sequence.admissions += 1
-        step.add(sequence, min(sequence.num_tokens - match.num_tokens, step.num_tokens_left))
+        step.add(sequence, min(sequence.num_tokens - match.num_tokens, step.room_for(sequence)))
 
-    def _reserve(self) -> int:
-        """Blocks that a newcomer must leave free: what the running ones may need in their next block_size steps."""
-        return len(self._running)
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        return self._prefix_cache is not None and not sequence.wants_prompt_logprobs
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        if self._prefix_cache is None or wants_prompt_logprobs(sequence):
+        if self._prefix_cache is None or not self._reads_cache(sequence):
             return PrefixMatch()
         return self._prefix_cache.match(sequence.adapter_key, sequence.tenant, sequence.token_ids)
-
-    def _count_hits(self, sequence: Sequence, match: PrefixMatch) -> None:
-        sequence.cached_tokens = match.num_tokens
-        if self._prefix_cache is not None and not wants_prompt_logprobs(sequence):
-            self.counters.prefix_query_tokens += sequence.num_prompt
-            self.counters.prefix_hit_tokens += match.num_tokens
 
     # Adapters
 
@@ -351,12 +357,9 @@ class Scheduler:
         if chain is not None and end // self.limits.block_size > chain.num_blocks:
             assert self._prefix_cache is not None
             self._prefix_cache.publish(chain, sequence.token_ids, end, sequence.block_table)
-        if start >= sequence.num_prompt and count == 1:
-            self.counters.decode_tokens += 1
-        else:
-            self.counters.prefill_tokens += count
-            if start < sequence.num_prompt:
-                keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
+        self.counters.count_row(start, count, sequence.num_prompt)
+        if sequence.wants_prompt_logprobs and start < sequence.num_prompt:
+            keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
 
     # Ends
 
@@ -392,9 +395,5 @@ class Scheduler:
         assert self._running[index] is sequence, f"sequence {sequence.request_id} does not run"
         del self._running[index]
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
 
-
-def _serial(sequence: Sequence) -> int:
-    return sequence.serial
+_serial = attrgetter("serial")

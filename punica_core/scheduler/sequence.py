@@ -39,6 +39,7 @@ class Sequence:
     admissions: how often it was started; more than once after a preemption.
     no_room_since: when its adapter was first found to have no room, while that lasts.
     chain: which of its blocks are published in the prefix cache.
+    follows: the sequence that computes tokens it would have to compute, and how many they are from the first on.
     """
 
     request: NewSequence
@@ -56,6 +57,7 @@ class Sequence:
     admissions: int = 0
     no_room_since: float | None = None
     chain: PrefixChain | None = None
+    follows: tuple[Sequence, int] | None = None
     # The request's own values, read in every step.
     request_id: int = field(init=False)
     tenant: str = field(init=False)
@@ -64,6 +66,7 @@ class Sequence:
     num_prompt: int = field(init=False)
     max_tokens: int = field(init=False)
     needs_known_tokens: bool = field(init=False)
+    wants_prompt_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
@@ -73,6 +76,7 @@ class Sequence:
         self.num_prompt = len(self.request.prompt_ids)
         self.max_tokens = self.sampling.max_tokens
         self.needs_known_tokens = needs_known_tokens(self.sampling)
+        self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None
 
     @classmethod
     def of(cls, request: NewSequence, now: float) -> Sequence:
@@ -92,6 +96,11 @@ class Sequence:
         """Whether a row may be planned for the token that a step in flight samples: its host need not know it, and
         the sequence is not known to end with it."""
         return not self.needs_known_tokens and len(self.token_ids) + 1 < self.num_prompt + self.max_tokens
+
+    @property
+    def scores_next(self) -> bool:
+        """Whether the tokens to be computed next need logits each, for the logprobs of the prompt."""
+        return self.wants_prompt_logprobs and self.num_scheduled + 1 < self.num_prompt
 
     @property
     def slot(self) -> int:

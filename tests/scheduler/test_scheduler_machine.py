@@ -89,6 +89,21 @@ class ReadsCacheForPromptLogprobs(Scheduler):
         return self._prefix_cache.match(sequence.adapter_key, sequence.request.tenant, sequence.token_ids)
 
 
+class ForgetsWhatIsScored(Scheduler):
+    def _extend(self, sequence: Sequence, count: int, step: StepBuilder) -> None:
+        step._num_scored_left = step.num_tokens_left
+        super()._extend(sequence, count, step)
+
+
+class WaitsForAnOldPrefix(Scheduler):
+    """Goes on waiting for a prompt that is not computed any more."""
+
+    def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
+        if sequence.follows is not None:
+            return SkipReason.PREFIX_COMPUTING
+        return super()._admit(sequence, turn)
+
+
 class LeavesNothingToCompute(PrefixCache):
     def match(self, adapter_key, tenant, token_ids):  # type: ignore[no-untyped-def]
         return super().match(adapter_key, tenant, [*token_ids, 0])
@@ -171,6 +186,8 @@ BROKEN: list[tuple[type, type[SchedulerMachine]]] = [
             LetsAnyonePass,
             ForgetsTenants,
             ReadsCacheForPromptLogprobs,
+            ForgetsWhatIsScored,
+            WaitsForAnOldPrefix,
             LeavesNothingToCompute,
             OneKeyForAllAdapters,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from punica_core.protocol import FinishReason
-from punica_core.scheduler.plan import BASE_SLOT
+from punica_core.scheduler.plan import BASE_SLOT, SkipReason
 from tests.support.residency import adapter_ref
 from tests.support.scheduling import expected_tokens, make_rig, new_sequence
 
@@ -20,7 +20,8 @@ def test_a_sequence_generates_what_it_generates_alone() -> None:
 def test_64_sequences_of_mixed_adapters_that_arrive_together_start_in_one_step() -> None:
     rig = make_rig(num_blocks=256, num_slots=4, max_num_seqs=64, max_num_batched_tokens=512)
     adapters = [None, *(adapter_ref(name) for name in "abcd")]
-    rig.add(*(new_sequence(i, prompt=8, adapter=adapters[i % len(adapters)]) for i in range(64)))
+    prompts = [[i % 8, i // 8, *range(6)] for i in range(64)]
+    rig.add(*(new_sequence(i, prompt, adapter=adapters[i % len(adapters)]) for i, prompt in enumerate(prompts)))
     plan = rig.step()
     assert len(plan.rows) == 64
     assert all(row.samples for row in plan.rows)
@@ -80,3 +81,34 @@ def test_equal_calls_give_equal_plans() -> None:
         return [[(row.sequence.request_id, row.start, row.block_table) for row in plan.rows] for plan in rig.plans]
 
     assert trace() == trace()
+
+
+def test_prompts_that_are_scored_share_a_budget_of_their_own() -> None:
+    """Each of their tokens needs logits; other rows use what is left of the step."""
+    rig = make_rig(max_num_batched_tokens=32, max_scored_tokens=8)
+    scored = [new_sequence(i, prompt=10, max_tokens=2, prompt_logprobs=0) for i in range(2)]
+    rig.add(*scored, plain := new_sequence(2, prompt=10, max_tokens=2))
+    counts = [{row.sequence.request_id: row.count for row in rig.step().rows} for _ in range(3)]
+    assert counts[0] == {0: 8, 2: 10}
+    assert rig.scheduler.waiting_by_reason == {}
+    assert counts[1:] == [{0: 2, 1: 6, 2: 1}, {0: 1, 1: 4}]
+    rig.run()
+    for request in (*scored, plain):
+        assert rig.tokens(request.request_id) == expected_tokens(request)
+    for request in scored:
+        (entries,) = (o.prompt_logprobs for o in rig.outputs[request.request_id] if o.prompt_logprobs is not None)
+        assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
+
+
+def test_a_scored_prompt_without_room_is_passed_until_it_is_overdue() -> None:
+    rig = make_rig(max_num_batched_tokens=64, max_scored_tokens=2, overtake_limit=0.25)
+    for i in range(2):
+        rig.add(new_sequence(i, prompt=20, max_tokens=1, prompt_logprobs=0))
+    started = {}
+    for i in range(2, 6):
+        rig.add(new_sequence(i, max_tokens=1))
+        started[i] = any(row.sequence.request_id == i for row in rig.step().rows)
+        assert rig.scheduler.waiting_by_reason[SkipReason.NO_TOKENS] == (1 if started[i] else 2)
+    assert started == {2: True, 3: True, 4: True, 5: False}
+    rig.run()
+    rig.assert_idle()

@@ -30,13 +30,14 @@ from tests.support.scheduling import (
 ADAPTERS = [None, adapter_ref("a"), adapter_ref("b"), adapter_ref("c"), adapter_ref("a", version=2)]
 STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 MAX_TOKENS = 7
-NUM_BLOCKS = 7
+NUM_BLOCKS = 8
+MAX_SCORED = 4
 LIMIT = 0.5
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """depth: steps in flight at most. The rig is tight on purpose: 7 blocks of 4 tokens, 3 seats, 6 tokens a step, 2
-    adapters at a time.
+    """depth: steps in flight at most. The rig is tight on purpose: 8 blocks of 4 tokens, 3 seats, 8 tokens a step of
+    which 4 may be scored, 2 adapters at a time.
     """
 
     rig_factory = staticmethod(make_rig)
@@ -57,7 +58,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             load_steps=load_steps,
             prefix_cache=prefix_cache,
             max_num_seqs=3,
-            max_num_batched_tokens=6,
+            max_num_batched_tokens=8,
+            max_scored_tokens=MAX_SCORED,
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
             overtake_limit=LIMIT,
             adapter_wait_limit=LIMIT,
@@ -132,6 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = self.rig.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.rows) <= limits.max_num_seqs
+        scored = [row for row in plan.rows if row.sequence.sampling.prompt_logprobs is not None]
+        assert sum(row.count for row in scored if row.start + 1 < row.sequence.num_prompt) <= MAX_SCORED
         ids = [row.sequence.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids)
         assert [row.slot for row in plan.rows] == sorted(row.slot for row in plan.rows)
