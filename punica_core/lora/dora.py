@@ -21,7 +21,7 @@ def row_gain(
 ) -> Tensor:
     """m / ‖W + s·B·A‖ by row. weight: [O, I], any device; a: [R, I]; b: [O, R]; magnitude: [O] → [O] fp32 on the CPU.
 
-    Not finite where a row of W + s·B·A is 0. `progress` is called after each chunk.
+    Not finite where a row of W + s·B·A is 0, or its norm overflows fp32. `progress` is called after each chunk.
     """
     norms = []
     with torch.inference_mode(), _side_stream(weight.device):
@@ -32,7 +32,7 @@ def row_gain(
             part.addmm_(b[start : start + rows].to(weight.device, torch.float32), a, alpha=scale)
             norms.append(torch.linalg.vector_norm(part, dim=1).cpu())
             progress()
-        return magnitude.float() / torch.cat(norms)
+        return _gain(magnitude, torch.cat(norms))
 
 
 def embedding_gain(
@@ -51,7 +51,12 @@ def embedding_gain(
             part.addmm_(a[:, start : start + rows].to(weight.device, torch.float32).t(), b.t(), alpha=scale)
             squares += part.square().sum(0).double().cpu()
             progress()
-        return magnitude.float() / squares.sqrt().float()
+        return _gain(magnitude, squares.sqrt().float())
+
+
+def _gain(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """magnitude / norms; NaN for an infinite norm, whose gain would be a 0 that nobody asked for."""
+    return torch.where(torch.isinf(norms), torch.nan, magnitude.float() / norms)
 
 
 def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -40,6 +40,14 @@ def test_an_embedding_has_a_gain_for_each_column(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=0)
 
 
+def test_a_norm_that_overflows_is_no_gain_of_zero() -> None:
+    huge = A.clone()
+    huge[0, 3] = 3e38
+    assert torch.isnan(row_gain(W, huge, B, SCALE, M)).all()
+    assert torch.isnan(embedding_gain(W, B.t(), huge.t(), SCALE, M[:24])).tolist() == [i == 3 for i in range(24)]
+    assert torch.isfinite(row_gain(W, A, B, SCALE, M)).all()
+
+
 @pytest.mark.gpu
 def test_gains_computed_on_the_gpu_are_the_cpus() -> None:
     on_gpu = row_gain(W.cuda(), A, B, SCALE, M)
