@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,26 @@ def test_every_key_of_the_default_file_has_a_comment_above_it() -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     assert isinstance(load({}, {}, path), Settings)
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "single-gpu.yaml"])
+def test_a_file_for_a_case_holds_only_what_it_changes(name: str) -> None:
+    written = yaml.safe_load((CONFIGS / name).read_text())
+    chosen = load({}, {}, CONFIGS / name)
+    defaults = Settings()
+    assert {key for key in settings.all_keys() if getattr(chosen, key) != getattr(defaults, key)} == set(written)
+
+
+def test_every_key_of_the_gpu_file_has_a_comment_above_it() -> None:
+    lines = (CONFIGS / "single-gpu.yaml").read_text().splitlines()
+    above = {line.partition(":")[0]: before for before, line in pairwise(lines) if line[:1].isalpha()}
+    assert above.keys() == yaml.safe_load("\n".join(lines)).keys()
+    assert all(before.startswith("# ") for before in above.values())
+
+
+def test_the_gpu_file_asks_for_a_gpu_and_for_large_steps() -> None:
+    chosen = load({}, {}, CONFIGS / "single-gpu.yaml")
+    assert (chosen.device, chosen.max_num_seqs, chosen.max_num_batched_tokens) == ("cuda", 256, 2048)
 
 
 def test_keys_shared_with_the_engine_have_its_defaults() -> None:
