@@ -24,8 +24,9 @@ one such adapter for every 1,900 tokens, which is more adapters than sequences t
 MIN_ADAPTER_BYTES = 64 * 1024 * 1024
 """With less than this no adapter of a usual size could come in, so the server would refuse them all."""
 
-GRAPH_LAYER_BYTES = 512 * 1024
-"""Device memory of one layer in one captured graph: its kernels' nodes and parameters. An estimate to the safe side."""
+GRAPH_LAYER_BYTES = 192 * 1024
+"""Device memory of one layer in one captured graph: its kernels' nodes and parameters. An estimate to the safe side:
+152 graphs of 32 layers took about 0.5 GB on an H200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from punica_core.model.staging import PinnedRing
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels exist for."""
 
-UNCUT_TOKENS = 384
+UNCUT_TOKENS = 320
 """Contexts up to so many tokens are not cut in a decode step: merging costs more than it saves."""
 
 UNCUT_SHARE = 1.25

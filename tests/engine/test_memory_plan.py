@@ -202,7 +202,7 @@ def test_the_lines_of_the_log_name_every_part() -> None:
 
 def test_amounts_are_for_people() -> None:
     assert [amount(n) for n in (0, 1536 * 1024, 3 * GIB // 2)] == ["0.0 MiB", "1.5 MiB", "1.5 GiB"]
-    assert graph_bytes(20, 32) == 320 * MIB
+    assert graph_bytes(20, 32) == 120 * MIB
 
 
 @pytest.mark.gpu
