@@ -18,6 +18,7 @@ from punica_core.engine.step_batch import BatchSizes, StepBatch, StepPacker, exa
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
 from punica_core.engine.transfers import upload
 from punica_core.lora.table_step import TableLoRA, has_adapters
+from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
@@ -55,7 +56,10 @@ class DeviceSampler(Protocol):
 
 
 class DeviceRunner:
-    """Implements `engine.Runner`. graphs: captured steps, None while every step is computed eagerly."""
+    """Implements `engine.Runner`. graphs: captured steps, None while every step is computed eagerly.
+
+    vocabulary: for steps whose adapters change embedding or head. They are computed eagerly; others do not know of it.
+    """
 
     runs_ahead = True
 
@@ -66,12 +70,14 @@ class DeviceRunner:
         lora: TableLoRA | None,
         forward: ModelForward,
         sampler: DeviceSampler,
+        vocabulary: VocabularyStep | None = None,
     ) -> None:
         self._packer = packer
         self._attention = attention
         self._lora = lora
         self._forward = forward
         self._sampler = sampler
+        self._vocabulary = vocabulary
         self._sampled_at: dict[int, int] = {}
         self.graphs: StepGraphs | None = None
 
@@ -116,12 +122,13 @@ class DeviceRunner:
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""
         decode, prompts = split_rows(rows)
-        captured = self._captured_sizes(decode, prompts)
+        with_vocabulary = self._vocabulary is not None and self._vocabulary.concerns(row.slot for row in rows)
+        captured = None if with_vocabulary else self._captured_sizes(decode, prompts)
         sizes = exact_sizes(decode, prompts) if captured is None else captured
         batch = self._packer.pack(decode, prompts, self._sampled_at, sizes, in_graph=captured is not None)
         with_lora = self._lora is not None and has_adapters(batch.row_slots)
         if captured is None or self.graphs is None:
-            return batch, self._run(batch, with_lora)
+            return batch, self._run(batch, with_lora, with_vocabulary)
         cut = bool(prompts) or self._attention.wants_cut(batch.attention)
         self._begin(batch, cut)
         return batch, self.graphs.replay(GraphKey(captured, with_lora, cut))
@@ -133,9 +140,11 @@ class DeviceRunner:
             return None
         return self.graphs.sizes.fit(len(decode), sum(row.count for row in prompts), len(prompts))
 
-    def _run(self, batch: StepBatch, with_lora: bool) -> Tensor:
+    def _run(self, batch: StepBatch, with_lora: bool, with_vocabulary: bool = False) -> Tensor:
         self._begin(batch)
-        return self._forward(batch, with_lora=with_lora)
+        if with_vocabulary and self._vocabulary is not None:
+            self._vocabulary.begin(batch.row_slots, batch.logit_slots())
+        return self._forward(batch, with_lora=with_lora, with_vocabulary=with_vocabulary)
 
     def _begin(self, batch: StepBatch, cut: bool = True) -> None:
         self._attention.begin(batch.attention, cut)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from punica_core.engine.step_batch import StepBatch
 from punica_core.lora.table_step import TableLoRA
+from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import OpAttention, index_layers
 from punica_core.model.loader import LoadedModel
 from punica_core.model.shapes import decoder_layers_path
@@ -29,23 +30,29 @@ class ModelForward:
         loaded: LoadedModel,
         attention: OpAttention,
         lora: TableLoRA | None,
+        vocabulary: VocabularyStep | None = None,
         *,
         compiled: bool,
     ) -> None:
         self._loaded = loaded
         self._attention = attention
         self._lora = lora
+        self._vocabulary = vocabulary
         index_layers(loaded.model)
         if compiled:
             compile_layers(loaded.model)
 
-    def __call__(self, batch: StepBatch, *, with_lora: bool) -> Tensor:
-        """Logits [n, V] of the batch's `logit_rows`, in the model's dtype. The attention and LoRA of it were begun."""
+    def __call__(self, batch: StepBatch, *, with_lora: bool, with_vocabulary: bool = False) -> Tensor:
+        """Logits [n, V] of the batch's `logit_rows`, in the model's dtype. The attention and LoRA of it were begun.
+
+        with_vocabulary: adapters of the step change embedding or head.
+        """
         assert self._lora is not None or not with_lora, (
             "the step has adapters and there is nothing to compute them with"
         )
         loaded = self._loaded
         loaded.lora.table_step = self._lora if with_lora else None
+        loaded.embedding_lora.step = loaded.head_lora.table_step = self._vocabulary if with_vocabulary else None
         try:
             output = loaded.model(
                 input_ids=batch.words.index_select(0, batch.sources)[None],
@@ -56,7 +63,7 @@ class ModelForward:
                 paged=self._attention,
             )
         finally:
-            loaded.lora.table_step = None
+            loaded.lora.table_step = loaded.embedding_lora.step = loaded.head_lora.table_step = None
         logits: Tensor = output.logits[0]
         return logits
 

@@ -26,8 +26,10 @@ from punica_core.errors import ConfigError
 from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
+from punica_core.lora.table_modules import TableModules
 from punica_core.lora.table_step import TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena
+from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
 from punica_core.model.flashinfer import FlashInferAttention, unsupported_reason
 from punica_core.model.loader import LoadedModel
@@ -104,7 +106,7 @@ def build_gpu_parts(
     if config.lora:
         tier = GpuAdapterTier(
             host,
-            loaded.groups,
+            builder.modules,
             plan.adapter_bytes,
             dtype=loaded.dtype,
             device=device,
@@ -145,6 +147,8 @@ class _Builder:
         self._config = config
         self._loaded = loaded
         self._max_seqs = config.max_num_seqs
+        head_bias = None if loaded.head is None else loaded.base_weights.bias(loaded.head.paths[0])
+        self.modules = TableModules(loaded.groups, loaded.head, head_bias)
         reason = unsupported_reason(loaded.dtype, loaded.kv_shape.head_dim)
         if reason is not None:
             logger.warning(
@@ -178,15 +182,13 @@ class _Builder:
     @property
     def table_bytes(self) -> int:
         """Of the adapters' tables."""
-        num_modules = sum(len(group.paths) for group in self._loaded.groups)
-        return device_bytes(num_modules, NUM_SLOTS) if self._config.lora else 0
+        return device_bytes(self.modules.count, NUM_SLOTS) if self._config.lora else 0
 
     def measure_activations(self) -> int:
         """Bytes that a step of full size takes at its peak. Compiles what prompts need."""
         loaded = self._loaded
-        paths = [path for group in loaded.groups for path in group.paths]
         arena = Arena(16, dtype=loaded.dtype, device=loaded.device)
-        tables = AdapterTables(len(paths), 1, device=loaded.device)
+        tables = AdapterTables(self.modules.count, 1, device=loaded.device)
         lora = self._lora(tables, arena) if self._config.lora else None
         runner = self._runner(lora, padding_block=0)
 
@@ -200,8 +202,19 @@ class _Builder:
     def build(self, num_blocks: int, tier: GpuAdapterTier | None) -> DeviceRunner:
         """The runner with a cache of `num_blocks` blocks, and one more that padding reads."""
         self._attention.set_cache(allocate_kv_cache(self._loaded, num_blocks + 1))
-        lora = self._lora(tier.tables, tier.arena) if tier is not None else None
-        return self._runner(lora, padding_block=num_blocks)
+        if tier is None:
+            return self._runner(None, padding_block=num_blocks)
+        lora = self._lora(tier.tables, tier.arena)
+        vocabulary = VocabularyStep(
+            lora,
+            tier.tables,
+            tier.arena,
+            self.modules,
+            tier.vocabulary,
+            max_rows=self._max_rows,
+            max_segments=self._max_seqs + 2,  # rows that pad those of decode steps and prompts are of the base
+        )
+        return self._runner(lora, vocabulary, padding_block=num_blocks)
 
     def capture(self, runner: DeviceRunner, on_progress: Progress) -> None:
         """Capture all steps, the largest first."""
@@ -212,11 +225,17 @@ class _Builder:
         runner.capture(self.sizes, logits, lambda share: on_progress("capturing CUDA graphs", 0.92 + 0.08 * share))
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
-        bind_tables(self._loaded.model, self._loaded.groups, tables)
-        rows = max(self._config.max_num_batched_tokens, self.sizes.largest.num_rows, MIN_ROWS)
-        return TableLoRA(tables, arena, max_rows=rows, max_rank=self._config.max_lora_rank)
+        bind_tables(self._loaded.model, self.modules, tables)
+        return TableLoRA(tables, arena, max_rows=self._max_rows, max_rank=self._config.max_lora_rank)
 
-    def _runner(self, lora: TableLoRA | None, padding_block: int) -> DeviceRunner:
+    @property
+    def _max_rows(self) -> int:
+        """Of a step, padding included."""
+        return max(self._config.max_num_batched_tokens, self.sizes.largest.num_rows, MIN_ROWS)
+
+    def _runner(
+        self, lora: TableLoRA | None, vocabulary: VocabularyStep | None = None, *, padding_block: int
+    ) -> DeviceRunner:
         loaded, config = self._loaded, self._config
         captured, budget = self.sizes.largest, config.max_num_batched_tokens
         max_seqs = max(self._max_seqs, captured.num_decode, MIN_ROWS)
@@ -233,5 +252,5 @@ class _Builder:
             max_blocks=max_seqs * -(-loaded.max_model_len // BLOCK_SIZE) + max_seqs,
             padding_block=padding_block,
         )
-        forward = ModelForward(loaded, self._op, lora, compiled=config.compile)
-        return DeviceRunner(packer, self._attention, lora, forward, self._sampler)
+        forward = ModelForward(loaded, self._op, lora, vocabulary, compiled=config.compile)
+        return DeviceRunner(packer, self._attention, lora, forward, self._sampler, vocabulary)

@@ -84,6 +84,13 @@ class StepBatch:
     row_slots: Int32Array
     logits: tuple[LogitsRange, ...]
 
+    def logit_slots(self) -> Int32Array:
+        """int32 [n]: the slot of each of `logit_rows`; those that pad them have none."""
+        slots = np.full(self.sizes.num_logits, BASE_SLOT, np.int32)
+        for part in self.logits:
+            slots[part.first : part.first + part.count] = part.row.slot
+        return slots
+
 
 @dataclass(slots=True)
 class _Table:

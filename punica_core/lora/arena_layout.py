@@ -102,10 +102,10 @@ def lay_out(shapes: Mapping[K, ModuleShape]) -> AdapterLayout[K]:
 def record_words(place: ModulePlace, scale: float, runs: Sequence[Run]) -> list[int]:
     """The table record (int64 [RECORD_WORDS]) of a module whose layout lies in `runs`, in order of their sources."""
     words = [0] * RECORD_WORDS
-    words[Field.A_OFFSET] = _address(place.a, runs)
-    words[Field.B_OFFSET] = _address(place.b, runs)
-    words[Field.GAIN_OFFSET] = -1 if place.gain is None else _address(place.gain, runs)
-    words[Field.BIAS_OFFSET] = -1 if place.bias is None else _address(place.bias, runs)
+    words[Field.A_OFFSET] = address_of(place.a, runs)
+    words[Field.B_OFFSET] = address_of(place.b, runs)
+    words[Field.GAIN_OFFSET] = -1 if place.gain is None else address_of(place.gain, runs)
+    words[Field.BIAS_OFFSET] = -1 if place.bias is None else address_of(place.bias, runs)
     words[Field.RANK_AND_SCALE] = rank_and_scale(place.a.height, scale)
     return words
 
@@ -124,7 +124,8 @@ def pieces(runs: Iterable[Run], begin: int, end: int) -> Iterator[tuple[int, int
             yield first, last, run.start + first - run.source
 
 
-def _address(part: Part, runs: Sequence[Run]) -> int:
+def address_of(part: Part, runs: Sequence[Run]) -> int:
+    """The element of the arena at which a part of a layout begins that lies in `runs`."""
     for run in runs:
         if run.source <= part.start < run.source + run.length:
             return run.start + part.start - run.source

@@ -21,19 +21,20 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from punica_core.adapters.residency import MAX_REMEMBERED, Presence, ResidencyTable, Resident
-from punica_core.errors import AdapterError, AdapterTooLarge, AdapterUnsupported, InternalError, PunicaError
+from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, PunicaError
 from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
 from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
 from punica_core.lora.cache import AdapterCache, CacheStats
-from punica_core.lora.layers import LinearGroup
 from punica_core.lora.segments import Int32Array
-from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, shape_of
+from punica_core.lora.table_modules import TableModules, largest_rank
+from punica_core.lora.tables import AdapterTables, Arena, shape_of
+from punica_core.lora.vocabulary_step import SlotVocabulary, slot_vocabulary
 from punica_core.lora.weights import AdapterWeights
 from punica_core.ops.layout import ROW_ALIGNMENT
 from punica_core.protocol import AdapterLoad, AdapterRef
@@ -64,7 +65,7 @@ class _Closed(Exception):
 class GpuAdapterTier:
     """Implements `scheduler.plan.Residency`, and what the engine asks of an `AdapterCache`.
 
-    host: where adapters come from. groups: the model's; their modules, in order, are those of the tables.
+    host: where adapters come from. modules: those of the model's tables.
     budget_bytes: of the arena. dtype, device: the model's; on a CPU it works alike, for tests. on_loaded: called after
     each end of a load in either tier, on a thread of its own. clock: seconds, the clock of `poll`.
     """
@@ -72,7 +73,7 @@ class GpuAdapterTier:
     def __init__(
         self,
         host: AdapterCache,
-        groups: Sequence[LinearGroup],
+        modules: TableModules,
         budget_bytes: int,
         *,
         dtype: torch.dtype,
@@ -88,11 +89,12 @@ class GpuAdapterTier:
         self._dtype = dtype
         self._on_loaded = on_loaded
         self._clock = clock
-        paths = [path for group in groups for path in group.paths]
-        self._index_of = {path: index for index, path in enumerate(paths)}
+        self._modules = modules
         num_elements = budget_bytes // dtype.itemsize // ROW_ALIGNMENT * ROW_ALIGNMENT
         self.arena = Arena(num_elements, dtype=dtype, device=device)
-        self.tables = AdapterTables(len(paths), num_slots, device=device)
+        self.tables = AdapterTables(modules.count, num_slots, device=device)
+        self.vocabulary: dict[int, SlotVocabulary] = {}
+        """By slot, of adapters that change embedding or head."""
         self._writer = ArenaWriter(self.arena, self.tables, buffer_bytes=buffer_bytes)
         self._table = ResidencyTable(
             "gpu", self.arena.buffer.nbytes, num_slots, retry_seconds=retry_seconds, claim_seconds=claim_seconds
@@ -237,7 +239,7 @@ class GpuAdapterTier:
         return None
 
     def _bring(self, job: _Job) -> None:
-        modules = self._modules(job.weights)
+        modules = self._modules.arranged(job.weights)
         layout = lay_out({index: shape_of(module) for index, module in modules.items()})
         with self._lock:
             resident = self._admit(job, layout)
@@ -245,9 +247,12 @@ class GpuAdapterTier:
                 return
             slot = resident.slot
             runs = self._runs[slot]
-            self.tables.slot_rank[slot] = max(module.a.size(0) for module in modules.values())
+            self.tables.slot_rank[slot] = largest_rank(modules)
+            vocabulary = slot_vocabulary(self._modules, layout, runs, self.arena)
+            if vocabulary is not None:
+                self.vocabulary[slot] = vocabulary
         try:
-            self._writer.write(slot, modules, layout, runs, self._check_open, laid_out=job.weights.laid_out)
+            self._writer.write(slot, modules, layout, runs, self._check_open, job.weights.laid_out)
         except BaseException:
             self._writer.wait()  # for the part that is on its way
             with self._lock:
@@ -259,15 +264,6 @@ class GpuAdapterTier:
         with self._lock:
             self._settle(job.ref, resident)
             self._table.claim(resident, self._clock())
-
-    def _modules(self, weights: AdapterWeights) -> Mapping[int, ModuleWeights]:
-        """By index in the tables. Raises AdapterUnsupported for what they have no place for."""
-        if weights.vocabulary is not None:
-            raise AdapterUnsupported("it changes the embedding or the output head, which is not served on a GPU yet.")
-        strange = [path for path in weights.modules if path not in self._index_of]
-        if strange:
-            raise AdapterUnsupported(f"it adapts {strange[0]!r}, which is not served on a GPU yet.")
-        return {self._index_of[path]: module for path, module in weights.modules.items()}
 
     def _admit(self, job: _Job, layout: AdapterLayout[int]) -> Resident | None:
         """Find room and enter the adapter into the books, pinned; None if there is nothing to copy."""
@@ -329,6 +325,7 @@ class GpuAdapterTier:
         for resident in gone:
             self.arena.free.give_runs(self._runs.pop(resident.slot))
             self.tables.slot_rank[resident.slot] = 0
+            self.vocabulary.pop(resident.slot, None)
 
     def _settle(self, ref: AdapterRef, resident: Resident) -> None:
         """The copy has ended: take our pin off."""

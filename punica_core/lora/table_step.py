@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from punica_core import ops
-from punica_core.lora.layers import LinearGroup, LoRALinear
+from punica_core.lora.layers import LoRALinear
 from punica_core.lora.segments import Int32Array, SegmentPlan
+from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
 
@@ -37,6 +38,16 @@ class TableLoRA:
         self._plan = self._segments.plan
 
     @property
+    def plan(self) -> Tensor:
+        """Of the step begun last, as the ops take it; the same tensor for all steps."""
+        return self._plan
+
+    @property
+    def max_rank(self) -> int:
+        """As the ops take it."""
+        return self._max_rank
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the plan on the device."""
         return int(self._plan.nbytes)
@@ -53,16 +64,12 @@ class TableLoRA:
         ops.lora_apply(y, x, v, self._arena, table, self._plan, out_features, self._max_rank)
 
 
-def bind_tables(model: nn.Module, groups: Sequence[LinearGroup], tables: AdapterTables) -> None:
-    """Give each layer its part of `tables`, in which the modules of `groups` lie in order."""
-    first: dict[int, int] = {}
-    at = 0
-    for group in groups:
-        first[group.index] = at
-        at += len(group.paths)
-    for module in model.modules():
-        if isinstance(module, LoRALinear) and module.group.index in first:
-            module.table = tables.group(first[module.group.index], len(module.group.paths))
+def bind_tables(model: nn.Module, modules: TableModules, tables: AdapterTables) -> None:
+    """Give each layer of `model`, and its head, their part of `tables`."""
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear):
+            first = modules.first_of(layer.group)
+            layer.table = None if first is None else tables.group(first, len(layer.group.paths))
 
 
 def has_adapters(row_slots: Int32Array) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,18 @@ from punica_core.lora.plan import Segment
 from punica_core.lora.segmented import SegmentedLoRA
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.model.probe import AttentionProbe
-from tests.support.adapter_formats import BASES, PROMPT, Case, errors_against_peft, load_for, peft_of
+from tests.support.adapter_formats import (
+    BASES,
+    LAYERS,
+    PHI3,
+    PROMPT,
+    VOCABULARY,
+    Case,
+    Q,
+    errors_against_peft,
+    load_for,
+    peft_of,
+)
 from tests.support.adapter_loading import granted
 from tests.support.driven_runner import DrivenRunner, random_prompt
 from tests.support.peft_adapters import (
@@ -30,46 +40,6 @@ from tests.support.peft_adapters import (
 )
 
 TOLERANCE = 1e-4
-Q = ["q_proj"]
-
-VOCABULARY: Mapping[str, dict[str, Any]] = {
-    "LoRA on the embedding": {"target_modules": ["embed_tokens", "q_proj"]},
-    "LoRA on the head, rsLoRA": {"target_modules": ["lm_head"], "use_rslora": True},
-    "LoRA on both": {"target_modules": ["lm_head", "embed_tokens", "v_proj"], "r": 3},
-    "DoRA on both": {"target_modules": ["lm_head", "embed_tokens"], "use_dora": True},
-    "LoRA on both, tied": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
-    "saved head": {"target_modules": Q, "modules_to_save": ["lm_head"]},
-    "saved embedding": {"target_modules": Q, "modules_to_save": ["embed_tokens"]},
-    "saved head and embedding": {"target_modules": Q, "modules_to_save": ["lm_head", "embed_tokens"]},
-    "saved embedding, tied": {"target_modules": Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "saved head, LoRA on the embedding": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
-    "token rows": {"target_modules": Q, "trainable_token_indices": [5, 9]},
-    "token rows of both": {"target_modules": Q, "trainable_token_indices": {"embed_tokens": [9, 5], "lm_head": [9, 5]}},
-    "other token rows": {"target_modules": Q, "trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [3]}},
-    "token rows of the head": {"target_modules": Q, "trainable_token_indices": {"lm_head": [3, 8]}},
-    "token rows, LoRA on the head": {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [5, 9]},
-}
-
-LAYERS: Mapping[str, dict[str, Any]] = {
-    "DoRA": {"use_dora": True},
-    "DoRA with patterns and rsLoRA": {
-        "use_dora": True,
-        "use_rslora": True,
-        "rank_pattern": {"v_proj": 3, "lm_head": 5},
-        "alpha_pattern": {"lm_head": 7, "layers.1.*": 2},
-        "target_modules": ["q_proj", "v_proj", "lm_head"],
-    },
-    "lora_bias": {"lora_bias": True},
-    "bias all": {"bias": "all", "target_modules": Q},
-    "bias lora_only": {"bias": "lora_only", "target_modules": ["q_proj", "v_proj"]},
-    "DoRA and bias all": {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "v_proj"]},
-    "MiCA": {"init_lora_weights": "mica", "target_modules": Q},
-}
-PHI3: Mapping[str, dict[str, Any]] = {
-    "native LoRA": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
-    "native DoRA": {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True, "r": 3},
-    "lora_bias": {"target_modules": "all-linear", "lora_bias": True},
-}
 
 
 @pytest.mark.parametrize("name", [name for name in BASES if name != "qwen2, untied"])

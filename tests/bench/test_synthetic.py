@@ -14,6 +14,7 @@ from punica_core.errors import ConfigError
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import GpuAdapterTier
 from punica_core.lora.layers import LinearGroup
+from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import num_module_elements
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.ops.layout import Field
@@ -78,7 +79,7 @@ def test_all_of_them_fit_the_device_at_once() -> None:
         for index, (path, (fan_in, fan_out)) in enumerate(SHAPES_OF_TWO.items())
     ]
     host = AdapterCache(SHAPES_OF_TWO, torch.float32, room, open_adapter=adapters.open)
-    tier = GpuAdapterTier(host, groups, room, dtype=torch.float32, device="cpu")
+    tier = GpuAdapterTier(host, TableModules(groups), room, dtype=torch.float32, device="cpu")
     slots = []
     for ref in adapters.refs:
         while isinstance(grant := tier.acquire(ref), SkipReason):

@@ -52,6 +52,53 @@ BASES: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
 """Fresh bases by name: untied; tied; with biases; with scaled embeddings; with fused linears."""
 
 
+Q = ["q_proj"]
+"""The least that PEFT wants of target_modules."""
+
+VOCABULARY: Mapping[str, dict[str, Any]] = {
+    "LoRA on the embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "LoRA on the head, rsLoRA": {"target_modules": ["lm_head"], "use_rslora": True},
+    "LoRA on both": {"target_modules": ["lm_head", "embed_tokens", "v_proj"], "r": 3},
+    "DoRA on both": {"target_modules": ["lm_head", "embed_tokens"], "use_dora": True},
+    "LoRA on both, tied": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    "saved head": {"target_modules": Q, "modules_to_save": ["lm_head"]},
+    "saved embedding": {"target_modules": Q, "modules_to_save": ["embed_tokens"]},
+    "saved head and embedding": {"target_modules": Q, "modules_to_save": ["lm_head", "embed_tokens"]},
+    "saved embedding, tied": {"target_modules": Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "saved head, LoRA on the embedding": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+    "token rows": {"target_modules": Q, "trainable_token_indices": [5, 9]},
+    "token rows of both": {"target_modules": Q, "trainable_token_indices": {"embed_tokens": [9, 5], "lm_head": [9, 5]}},
+    "other token rows": {"target_modules": Q, "trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [3]}},
+    "token rows of the head": {"target_modules": Q, "trainable_token_indices": {"lm_head": [3, 8]}},
+    "token rows, LoRA on the head": {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [5, 9]},
+}
+"""Configs of adapters that change embedding or head, by name."""
+
+LAYERS: Mapping[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "DoRA with patterns and rsLoRA": {
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"v_proj": 3, "lm_head": 5},
+        "alpha_pattern": {"lm_head": 7, "layers.1.*": 2},
+        "target_modules": ["q_proj", "v_proj", "lm_head"],
+    },
+    "lora_bias": {"lora_bias": True},
+    "bias all": {"bias": "all", "target_modules": Q},
+    "bias lora_only": {"bias": "lora_only", "target_modules": ["q_proj", "v_proj"]},
+    "DoRA and bias all": {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "v_proj"]},
+    "MiCA": {"init_lora_weights": "mica", "target_modules": Q},
+}
+"""Of all others that are more than plain LoRA; some have LoRA on the head."""
+
+PHI3: Mapping[str, dict[str, Any]] = {
+    "native LoRA": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    "native DoRA": {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True, "r": 3},
+    "lora_bias": {"target_modules": "all-linear", "lora_bias": True},
+}
+"""Of adapters of a base with fused linears."""
+
+
 @dataclass(frozen=True)
 class Case:
     """An adapter that PEFT saves with `config`, tensors of `dtype`.

@@ -15,11 +15,16 @@ from punica_core.engine.device_runner import DeviceRunner
 from punica_core.engine.forward import ModelForward
 from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.step_batch import BatchSizes, StepPacker
+from punica_core.lora.arena_layout import Run, lay_out
+from punica_core.lora.arena_writer import ArenaWriter
+from punica_core.lora.table_modules import TableModules, largest_rank
 from punica_core.lora.table_step import TableLoRA, bind_tables
-from punica_core.lora.tables import AdapterTables, Arena, num_module_elements
+from punica_core.lora.tables import AdapterTables, Arena, shape_of
+from punica_core.lora.vocabulary_step import VocabularyStep, slot_vocabulary
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention_op import GatheredAttention, OpAttention
 from punica_core.model.flashinfer import FlashInferAttention
+from punica_core.model.loader import LoadedModel
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken
 from punica_core.scheduler.sequence import Sequence as Running
@@ -71,7 +76,7 @@ class DrivenDeviceRunner(DrivenRunner):
     ) -> None:
         super().__init__(base, adapters)
         loaded, device = self.loaded, self.loaded.device
-        self.lora = table_lora(self.loaded, self.adapters)
+        self.lora, self.vocabulary = table_lora(self.loaded, self.adapters) if self.adapters else (None, None)
         self.sampler = GreedySampler()
         specs = loaded.attention_specs
         if flashinfer:
@@ -88,8 +93,8 @@ class DrivenDeviceRunner(DrivenRunner):
             max_blocks=MAX_SEQS * BLOCKS_EACH,
             padding_block=0,
         )
-        self.forward = ModelForward(loaded, self.attention, self.lora, compiled=compiled)
-        self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler)
+        self.forward = ModelForward(loaded, self.attention, self.lora, self.vocabulary, compiled=compiled)
+        self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler, self.vocabulary)
         if graphs.decode:
             rows = graphs.largest.num_logits
             logits = torch.zeros(rows, loaded.vocab_size, dtype=loaded.dtype, device=device)
@@ -106,19 +111,24 @@ class DrivenDeviceRunner(DrivenRunner):
                     sequence.token_ids[-1] = rest[sequence.request_id].pop(0)
 
 
-def table_lora(loaded, adapters: Mapping[int, AdapterWeights]) -> TableLoRA | None:  # type: ignore[no-untyped-def]
-    """The adapters in an arena, each in its slot."""
-    if not adapters:
-        return None
-    paths = [path for group in loaded.groups for path in group.paths]
-    modules = {
-        slot: {paths.index(path): module for path, module in weights.modules.items()}
-        for slot, weights in adapters.items()
-    }
-    size = sum(num_module_elements(module) for each in modules.values() for module in each.values())
-    arena = Arena(size, dtype=loaded.dtype, device=loaded.device)
-    tables = AdapterTables(len(paths), max(adapters) + 1, device=loaded.device)
-    for slot, each in modules.items():
-        tables.write(slot, each, arena)
-    bind_tables(loaded.model, loaded.groups, tables)
-    return TableLoRA(tables, arena, max_rows=MAX_ROWS, max_rank=256)
+def table_lora(loaded: LoadedModel, adapters: Mapping[int, AdapterWeights]) -> tuple[TableLoRA, VocabularyStep]:
+    """The adapters in an arena, each in its slot, as the GPU tier would put them there."""
+    head_bias = None if loaded.head is None else loaded.base_weights.bias(loaded.head.paths[0])
+    modules = TableModules(loaded.groups, loaded.head, head_bias)
+    arranged = {slot: modules.arranged(weights) for slot, weights in adapters.items()}
+    layouts = {slot: lay_out({i: shape_of(module) for i, module in each.items()}) for slot, each in arranged.items()}
+    arena = Arena(sum(layout.num_elements for layout in layouts.values()), dtype=loaded.dtype, device=loaded.device)
+    tables = AdapterTables(modules.count, max(adapters) + 1, device=loaded.device)
+    writer = ArenaWriter(arena, tables, buffer_bytes=1 << 16)
+    vocabulary = {}
+    for slot, layout in layouts.items():
+        runs = (Run(0, layout.num_elements, arena.allocate(layout.num_elements)),)
+        writer.write(slot, arranged[slot], layout, runs)
+        tables.slot_rank[slot] = largest_rank(arranged[slot])
+        found = slot_vocabulary(modules, layout, runs, arena)
+        if found is not None:
+            vocabulary[slot] = found
+    bind_tables(loaded.model, modules, tables)
+    lora = TableLoRA(tables, arena, max_rows=MAX_ROWS, max_rank=256)
+    step = VocabularyStep(lora, tables, arena, modules, vocabulary, max_rows=MAX_ROWS, max_segments=MAX_SEQS + 2)
+    return lora, step

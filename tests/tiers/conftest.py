@@ -10,9 +10,11 @@ import torch
 
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import GpuAdapterTier
+from punica_core.lora.table_modules import TableModules
 from tests.support.memory_adapters import GROUPS, NUM_ELEMENTS, SHAPES, MemoryAdapters
 
 MakeTier = Callable[..., GpuAdapterTier]
+PLAIN = TableModules(GROUPS)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -32,6 +34,7 @@ def make_tier(device: str, adapters: MemoryAdapters) -> Iterator[MakeTier]:
     def make(
         num_elements: int = 100 * NUM_ELEMENTS,
         *,
+        modules: TableModules = PLAIN,
         dtype: torch.dtype = torch.float32,
         host_bytes: int = 10_000_000,
         **options: Any,
@@ -39,7 +42,7 @@ def make_tier(device: str, adapters: MemoryAdapters) -> Iterator[MakeTier]:
         host = AdapterCache(SHAPES, dtype, host_bytes, open_adapter=adapters.open)
         budget = num_elements * dtype.itemsize
         options = {"claim_seconds": 0.0, "num_slots": 64, "buffer_bytes": 4096} | options
-        made.append(GpuAdapterTier(host, GROUPS, budget, dtype=dtype, device=device, **options))
+        made.append(GpuAdapterTier(host, modules, budget, dtype=dtype, device=device, **options))
         return made[-1]
 
     yield make

@@ -13,7 +13,7 @@ from punica_core.engine.engine import Engine
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, InternalError
 from punica_core.lora.arena_writer import ArenaWriter
 from punica_core.lora.gpu_tier import GpuAdapterTier
-from punica_core.lora.weights import AdapterWeights, VocabularyWeights
+from punica_core.lora.weights import AdapterWeights
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
 from tests.support.memory_adapters import (
     NUM_ELEMENTS,
@@ -83,8 +83,6 @@ def test_what_the_tables_have_no_place_for_is_refused_not_left_out(
     error = settle(tier, adapters.add("head", AdapterWeights("head", strange, 1)))
     assert isinstance(error, AdapterUnsupported)
     assert "'lm_head'" in error.message
-    rows = AdapterWeights("rows", plain.modules, 1, VocabularyWeights(embedding_matrix=torch.zeros(2, 2)))
-    assert isinstance(settle(tier, adapters.add("rows", rows)), AdapterUnsupported)
 
 
 def test_two_names_of_equal_content_share_one_copy(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
