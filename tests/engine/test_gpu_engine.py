@@ -1,0 +1,214 @@
+"""The whole engine on the GPU: tiers, graphs, chunks, running ahead; against fp32 on the CPU and PEFT in bf16."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from punica_core.config import EngineConfig
+from punica_core.engine.build import build_engine
+from punica_core.engine.engine import Engine
+from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SamplingParams, SequenceOutput
+from tests.support.driven_runner import random_prompt
+from tests.support.peft_adapters import adapter_ref, edit_tensors, peft_warnings_ignored, save_peft_adapter
+from tests.support.tiny_models import spread
+
+pytestmark = pytest.mark.gpu
+
+VOCAB_SIZE = 512
+NUM_ADAPTERS = 8
+ADAPTER_BYTES = 300_000
+"""More than any of the adapters takes, less than two of them together."""
+
+
+def build_base() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=9000,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    spread(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the base and the adapters 0 to 7."""
+    folder = tmp_path_factory.mktemp("served")
+    build_base().save_pretrained(folder / "base")
+    for index in range(NUM_ADAPTERS):
+        rank = (4, 16, 8, 2)[index % 4]
+        save_peft_adapter(folder / str(index), build_base(), seed=index, std=0.1, r=rank, use_dora=index == 3)
+    return folder
+
+
+class Driver:
+    """An engine, and what it has said of every sequence."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.root = root
+        chosen = EngineConfig(
+            model=str(root / "base"),
+            device="cuda",
+            dtype="bfloat16",
+            kv_tokens=40_000,
+            max_num_seqs=16,
+            seed=1,
+            **config,
+        )
+        self.engine: Engine = build_engine(chosen, lambda what, fraction: None, lambda: None)[0]
+        self.outputs: dict[int, list[SequenceOutput]] = {}
+
+    def submit(self, prompt_ids: list[int], adapter: int | None, **sampling: Any) -> int:
+        request_id = len(self.outputs)
+        ref: AdapterRef | None = None if adapter is None else adapter_ref(self.root / str(adapter))
+        params = SamplingParams(ignore_eos=True, **sampling)
+        request = NewSequence(request_id=request_id, prompt_ids=prompt_ids, sampling=params, adapter=ref)
+        self.outputs[request_id] = self.engine.submit([request], time.monotonic())
+        return request_id
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished():
+            for output in self.engine.step(time.monotonic())[0]:
+                self.outputs[output.request_id].append(output)
+
+    def reason(self, request_id: int) -> FinishReason | None:
+        return self.outputs[request_id][-1].finish_reason
+
+    def generated(self, request_id: int) -> tuple[list[int], list[float]]:
+        """(token ids, their log-probabilities)."""
+        outputs = self.outputs[request_id]
+        ids = [token_id for output in outputs for token_id in output.token_ids]
+        return ids, [entry.logprob for output in outputs for entry in output.logprobs or []]
+
+    def scored(self, request_id: int) -> list[float]:
+        """Log-probabilities of the prompt's tokens but the first."""
+        entries = next(output.prompt_logprobs for output in self.outputs[request_id] if output.prompt_logprobs)
+        return [entry.logprob for entry in entries if entry is not None]
+
+
+@pytest.fixture(scope="module")
+def driver(root: Path) -> Driver:
+    return Driver(root, max_num_batched_tokens=512)
+
+
+class References:
+    """Log-probabilities by transformers and PEFT, by dtype and adapter."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[tuple[int | None, torch.dtype], Any] = {}
+
+    def __call__(self, token_ids: list[int], adapter: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Of each token but the first, fp32 [T - 1]."""
+        device = "cpu" if dtype == torch.float32 else "cuda"
+        if (adapter, dtype) not in self._models:
+            model: Any = build_base().to(device, dtype)
+            if adapter is not None:
+                with peft_warnings_ignored():
+                    model = PeftModel.from_pretrained(model, self._root / str(adapter)).to(device, dtype).eval()
+            self._models[adapter, dtype] = model
+        with peft_warnings_ignored(), torch.no_grad():
+            logits = self._models[adapter, dtype](torch.tensor([token_ids], device=device)).logits[0, :-1]
+        picked = logits.float().log_softmax(-1).gather(-1, torch.tensor(token_ids[1:], device=device)[:, None])
+        return picked.squeeze(-1).cpu()
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> References:
+    return References(root)
+
+
+def check_near(found: Mapping[int | None, list[tuple[list[int], int, list[float]]]], references: References) -> None:
+    """Of each adapter's (token ids, first scored, log-probabilities): no further from fp32 than twice PEFT in bf16."""
+    ours = theirs = 0.0
+    for adapter, parts in found.items():
+        for token_ids, first, logprobs in parts:
+            right = references(token_ids, adapter, torch.float32)[first - 1 :]
+            peft = references(token_ids, adapter, torch.bfloat16)[first - 1 :]
+            ours += float((torch.tensor(logprobs) - right).square().sum())
+            theirs += float((peft - right).square().sum())
+    assert ours <= 4 * theirs, f"ours {ours**0.5:.4g}, PEFT's {theirs**0.5:.4g}"
+    assert theirs > 0
+
+
+def test_long_prompts_in_chunks(driver: Driver, references: References) -> None:
+    lengths = {None: (1, 129), 0: (16, 2000), 1: (128, 8000), 3: (127, 700), 5: (17,)}
+    ids = {
+        driver.submit(random_prompt(length, VOCAB_SIZE, seed=3), adapter, max_tokens=1, prompt_logprobs=0): adapter
+        for adapter, each in lengths.items()
+        for length in each
+        if length > 1
+    }
+    driver.finish()
+    found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
+    prompts = {length: random_prompt(length, VOCAB_SIZE, seed=3) for each in lengths.values() for length in each}
+    for request_id, adapter in ids.items():
+        scores = driver.scored(request_id)
+        found.setdefault(adapter, []).append((prompts[len(scores) + 1], 1, scores))
+    check_near(found, references)
+
+
+def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references: References) -> None:
+    prompts = {adapter: random_prompt(20 + 7 * index, VOCAB_SIZE) for index, adapter in enumerate([None, *range(8)])}
+    ids = {a: driver.submit(prompt, a, max_tokens=600, temperature=0.0, logprobs=0) for a, prompt in prompts.items()}
+    driver.finish()
+    found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
+    for adapter, request_id in ids.items():
+        tokens, logprobs = driver.generated(request_id)
+        assert len(tokens) == 600
+        found[adapter] = [(prompts[adapter] + tokens, len(prompts[adapter]), logprobs)]
+    check_near(found, references)
+
+
+def test_another_adapters_numbers_are_far_off(driver: Driver, references: References) -> None:
+    prompt = random_prompt(60, VOCAB_SIZE)
+    request_id = driver.submit(prompt, 0, max_tokens=1, prompt_logprobs=0)
+    driver.finish()
+    with pytest.raises(AssertionError, match="ours"):
+        check_near({1: [(prompt, 1, driver.scored(request_id))]}, references)
+
+
+def test_adapters_that_take_turns_in_a_small_tier_are_never_mixed_up(root: Path, references: References) -> None:
+    driver = Driver(root, max_num_batched_tokens=256, adapter_gpu_bytes=3 * ADAPTER_BYTES)
+    asked = []
+    for turn in range(4):
+        for adapter in range(NUM_ADAPTERS):
+            prompt = random_prompt(10 + 9 * turn + adapter, VOCAB_SIZE, seed=turn)
+            request = driver.submit(prompt, adapter, max_tokens=12, temperature=0.0, logprobs=0)
+            asked.append((adapter, prompt, request))
+    driver.finish()
+    assert driver.engine.stats().adapter_evictions > 0
+    found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
+    for adapter, prompt, request_id in asked:
+        tokens, logprobs = driver.generated(request_id)
+        assert len(tokens) == 12
+        found.setdefault(adapter, []).append((prompt + tokens, len(prompt), logprobs))
+    check_near(found, references)
+
+
+def test_an_adapter_that_overflows_fails_alone(root: Path, driver: Driver) -> None:
+    save_peft_adapter(root / "8", build_base(), seed=8, std=0.1)
+    edit_tensors(root / "8", lambda tensors: {name: tensor * 1e18 for name, tensor in tensors.items()})
+    bad = driver.submit(random_prompt(30, VOCAB_SIZE), 8, max_tokens=8)
+    good = [driver.submit(random_prompt(30, VOCAB_SIZE), adapter, max_tokens=8) for adapter in (None, 0, 1)]
+    driver.finish()
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert "NaN or infinite" in (driver.outputs[bad][-1].error_message or "")
+    assert [driver.reason(request_id) for request_id in good] == [FinishReason.LENGTH] * 3
