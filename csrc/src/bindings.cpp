@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "beside.h"
@@ -91,7 +92,7 @@ void lora_embed(Tensor v, Tensor token_ids, Tensor arena, Tensor table, Tensor p
 }
 
 void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, std::vector<int64_t> out_features,
-                 int64_t in_features, int64_t max_rank) {
+                 int64_t in_features, int64_t max_rank, std::optional<Tensor> /* x: kept until here */) {
   torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
   check_rows("y", y, arena);
   auto config = launch_config(y);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,8 @@ from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class StepAttentionPlanner(Protocol):
@@ -116,8 +119,21 @@ class DeviceRunner:
                 for cut, with_lora in itertools.product((True,) if step.num_prompts else (True, False), families):
                     self._begin(batch, cut)
                     run = functools.partial(self._forward, batch, with_lora=with_lora)
-                    graphs.capture(GraphKey(step, with_lora, cut), run)
+                    self._capture(graphs, GraphKey(step, with_lora, cut), run)
         self.graphs = graphs
+
+    def _capture(self, graphs: StepGraphs, key: GraphKey, run: Callable[[], Tensor]) -> None:
+        """Capture one step, without kernels beside one another if that is what fails."""
+        try:
+            graphs.capture(key, run)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not key.with_lora or self._lora is None or not self._lora.beside:
+                raise
+            logger.warning("shrink does not run beside the base product, as capturing that failed: %s", error)
+            self._lora.beside = False
+            graphs.capture(key, run)
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""

@@ -39,10 +39,16 @@ class StepLoRA(Protocol):
 
 
 class TableStep(Protocol):
-    """What the adapters of one step add, read from tables on the device; may be compiled and captured."""
+    """What the adapters of one step add, read from tables on the device; may be compiled and captured.
 
-    def apply(self, table: Tensor, out_features: Sequence[int], x: Tensor, y: Tensor) -> None:
-        """As `StepLoRA.add`. table: the group's, int64 [slices, N, RECORD_WORDS]; out_features: of its slices."""
+    table: the group's, int64 [slices, N, RECORD_WORDS]; out_features: of its slices; x: [T, I].
+    """
+
+    def shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor) -> Tensor | None:
+        """Begin, before the base product, which may run beside it; returns what `expand` needs."""
+
+    def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
+        """Complete what `shrink` of the same x began, as `StepLoRA.add`. y: [T, ΣO], in place."""
 
 
 class StepEmbedding(Protocol):
@@ -148,14 +154,17 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., I] → [..., ΣO]."""
         rows = x.reshape(-1, x.size(-1))
-        y = linear(rows, self.weight, self.bias)
-        step = self.context.step
-        if step is not None:
-            step.add(self.group, rows, y)
         table_step, table = self.context.table_step, self.table
         # All that differs between layers of one shape is a tensor: compiled code serves them all.
         if table_step is not None and table is not None:
-            table_step.apply(table, self._out_features, rows, y)
+            shrunk = table_step.shrink(table, self._out_features, rows)
+            y = linear(rows, self.weight, self.bias)
+            table_step.expand(table, self._out_features, rows, shrunk, y)
+        else:
+            y = linear(rows, self.weight, self.bias)
+        step = self.context.step
+        if step is not None:
+            step.add(self.group, rows, y)
         return y.view(*x.shape[:-1], y.size(-1))
 
 

@@ -19,6 +19,7 @@ from punica_core.ops.layout import row_pitch, scratch_elements
 class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
+    beside: in captured graphs the base product runs beside shrink; may be turned off before they are captured.
     max_rows: T of the largest step. max_rank: bound of every lora_rank.
     """
 
@@ -34,6 +35,7 @@ class TableLoRA:
         self._max_rank = row_pitch(max_rank)
         self._arena = arena.buffer
         self._slot_rank = tables.slot_rank
+        self.beside = True
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
 
@@ -56,12 +58,20 @@ class TableLoRA:
         """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
         self._segments.set_rows(row_slots, self._slot_rank)
 
-    def apply(self, table: Tensor, out_features: Sequence[int], x: Tensor, y: Tensor) -> None:
-        """See `TableStep.apply`; T is the number of rows of the step begun last."""
+    def shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor) -> Tensor:
+        """See `TableStep.shrink`; T is the number of rows of the step begun last."""
         # Compiled and captured code gives every layer the same memory for v.
         elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
         v = torch.empty(elements, dtype=torch.float32, device=x.device)
-        ops.lora_apply(y, x, v, self._arena, table, self._plan, out_features, self._max_rank)
+        ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, beside=self.beside)
+        return v
+
+    def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
+        """See `TableStep.expand`."""
+        assert shrunk is not None, "shrink came before"
+        tables = (self._arena, table, self._plan)
+        kept = x if self.beside else None
+        ops.lora_expand(y, shrunk, *tables, out_features, x.size(1), self._max_rank, x=kept)
 
 
 def bind_tables(model: nn.Module, modules: TableModules, tables: AdapterTables) -> None:

@@ -133,11 +133,7 @@ class VocabularyStep:
         """Nothing: `expand` does all."""
 
     def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
-        """See `TableStep.expand`."""
-        self.apply(table, out_features, x, y)
-
-    def apply(self, table: Tensor, out_features: Sequence[int], x: Tensor, y: Tensor) -> None:
-        """See `TableStep.apply`; rows whose adapter has a head of its own get that one's product."""
+        """See `TableStep.expand`; rows whose adapter has a head of its own get that one's product."""
         plan = self._logit_plan.plan
         if VocabularyRecord.HEAD_MATRIX in self._logits.records:
             ops.segment_gemm(y, x, self._arena, self._matrix_table, plan)

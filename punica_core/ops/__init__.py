@@ -40,7 +40,8 @@ def lora_shrink(
         plan: int32 ``[capacity]``.
         max_rank: bound of every lora_rank in the table.
         beside: what follows on the stream, up to the next ``lora_expand``, neither reads v nor writes x, and the first
-            of it is a kernel: in a captured CUDA graph it runs beside this one (sm_90 and newer).
+            of it is a kernel: in a captured CUDA graph it runs beside this one (sm_90 and newer). Give x to that
+            ``lora_expand``, so that its memory is not used for something else in between.
     """
     torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank, beside=beside)
 
@@ -54,6 +55,8 @@ def lora_expand(
     out_features: Sequence[int],
     in_features: int,
     max_rank: int,
+    *,
+    x: Tensor | None = None,
 ) -> None:
     """Add the adapters' output to the whole fused output of a group.
 
@@ -66,8 +69,9 @@ def lora_expand(
         arena, table, plan, max_rank: as for the call that filled v.
         out_features: O of each slice, in the order of y's columns.
         in_features: I of the ``lora_shrink`` before, 1 after ``lora_embed``.
+        x: not read. Of a ``lora_shrink`` with ``beside``: who plans memory sees that x lives until here.
     """
-    torch.ops.punica.lora_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
+    torch.ops.punica.lora_expand(y, v, arena, table, plan, out_features, in_features, max_rank, x=x)
 
 
 def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
@@ -133,7 +137,8 @@ def _register() -> None:
     tables = "Tensor arena, Tensor table, Tensor plan"
     schemas = {
         "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool beside=False) -> ()",
-        "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank) -> ()",
+        "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank, *, "
+        "Tensor? x=None) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",

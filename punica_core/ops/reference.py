@@ -105,6 +105,8 @@ def lora_expand(
     out_features: Sequence[int],
     in_features: int,
     max_rank: int,
+    *,
+    x: Tensor | None = None,
 ) -> None:
     check_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
     hidden = _scratch(v, y.size(0), table.size(0), plan)
@@ -220,6 +222,8 @@ def check_expand(
     out_features: Sequence[int],
     in_features: int,
     max_rank: int,
+    *,
+    x: Tensor | None = None,
 ) -> None:
     _check_common(arena, table, plan)
     _check_rows("y", y, arena)

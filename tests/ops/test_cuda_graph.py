@@ -65,7 +65,8 @@ def test_rows_beyond_the_step_keep_their_bits_under_a_padded_graph() -> None:
     assert not torch.equal(out[:5], batch.y[:5])
 
 
-def test_a_product_beside_shrink_changes_no_bit() -> None:
+@pytest.mark.parametrize("between", [False, True], ids=["product", "product and more"])
+def test_a_product_beside_shrink_changes_no_bit(between: bool) -> None:
     batch = batch_of()
     weight = torch.randn(batch.y.size(1), batch.x.size(1), dtype=batch.x.dtype, device="cuda") / 32
     common = (batch.arena.buffer, batch.table, batch.plan.plan)
@@ -74,7 +75,10 @@ def test_a_product_beside_shrink_changes_no_bit() -> None:
     def layer(*, beside: bool) -> None:
         ops.lora_shrink(batch.v, batch.x, *common, batch.max_rank, beside=beside)
         torch.mm(batch.x, weight.t(), out=out)
-        ops.lora_expand(out, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank)
+        if between:
+            out.add_(1).mul_(2)
+        x = batch.x if beside else None
+        ops.lora_expand(out, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank, x=x)
 
     graphs = []
     for beside in (False, True):

@@ -176,7 +176,7 @@ def test_shrink_beside_what_follows_leaves_the_same(device, dtype) -> None:
     want, got = batch.apply(), batch.y.clone()
     common = (batch.arena.buffer, batch.table, batch.plan.plan)
     ops.lora_shrink(batch.v, batch.x, *common, batch.max_rank, beside=True)
-    ops.lora_expand(got, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank)
+    ops.lora_expand(got, batch.v, *common, batch.out_features, batch.x.size(1), batch.max_rank, x=batch.x)
     assert torch.equal(got, want)
 
 

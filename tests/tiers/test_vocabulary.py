@@ -148,7 +148,7 @@ class Trial:
         """The same of logits, for the step begun last."""
         before = linear(self.x, self.head, HEAD_BIAS.to(self.x.dtype))
         found = before.to(self.device, copy=True)
-        self.step.apply(self.head_table, HEAD.out_features, self.x.to(self.device), found)
+        self.step.expand(self.head_table, HEAD.out_features, self.x.to(self.device), None, found)
         right = before.double()
         segments = [Segment(1, 2, exact(adapters[0])), Segment(2, 4, exact(adapters[1]))]
         plain = self.plain.head_step(segments)
