@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -323,6 +324,31 @@ def test_damaged_pickles_are_refused(tmp_path: Path, adapter: Path) -> None:
     os.truncate(file, 2**37)  # a hole
     with pytest.raises(AdapterTooLarge):
         load_pickle(str(file))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_flipped_and_cut_pickles_give_tensors_or_a_refusal(tmp_path: Path, zipped: bool) -> None:
+    file = tmp_path / "x.bin"
+    torch.save({f"m{i}": torch.randn(2, 8) for i in range(4)}, file, _use_new_zipfile_serialization=zipped)
+    raw = file.read_bytes()
+    outcomes = []
+    for seed in range(100):
+        rng = random.Random(seed)
+        changed = bytearray(raw)
+        for _ in range(rng.randint(1, 4)):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        file.write_bytes(changed[: rng.choice([len(raw), len(raw), len(raw), rng.randrange(len(raw))])])
+        outcomes.append(outcome(file))
+    assert 10 < outcomes.count("tensors") < 60, outcomes
+
+
+def outcome(file: Path) -> str:
+    try:
+        tensors = load_pickle(str(file))
+    except AdapterError as error:
+        return error.code
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+    return "tensors"
 
 
 def test_the_program_cannot_be_made_to_take_all_memory(adapter: Path) -> None:

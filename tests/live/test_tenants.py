@@ -14,6 +14,8 @@ import httpx
 import pytest
 import torch
 
+from punica_core.adapter_tools.base import read_base
+from punica_core.adapter_tools.pack import pack
 from tests.support.peft_adapters import peft_logits, save_peft_adapter, tiny_llama
 from tests.support.server import LiveServer, serve
 from tests.support.tokenizer_folders import byte_level_tokenizer, write_folder
@@ -130,6 +132,27 @@ def test_an_adapter_is_loaded_served_as_peft_does_unloaded_and_its_memory_given_
     assert streamed == alone["choices"][0]["text"]  # to its end on the adapter it began with
     wait_for(lambda: server.metric("punica_adapters_host") == 0, "the adapter's memory is given back")
     assert tokens_of(complete(server, ACME)) == base
+
+
+def test_a_packed_adapter_answers_as_its_folder(server: LiveServer, place: Path) -> None:
+    base = read_base(str(place / "base"))
+    file = place / "more" / "packed.punica"
+    pack(str(place / "more" / "tuned"), str(file), base, torch.float32)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    for name, path in (("folder", "tuned"), ("packed", "packed.punica")):
+        assert post(server, BOSS, load, lora_name=name, lora_path=path).status_code == 200
+    answers = [complete(server, ACME, name) for name in ("folder", "packed", "base")]
+    tokens, logprobs = zip(
+        *((tokens_of(a), a["choices"][0]["logprobs"]["token_logprobs"]) for a in answers), strict=True
+    )
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    file.write_bytes(file.read_bytes()[:-1])
+    refused = post(server, BOSS, load, lora_name="cut", lora_path="packed.punica")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_invalid")
+    for name in ("folder", "packed"):
+        assert post(server, BOSS, unload, lora_name=name).status_code == 200
+    wait_for(lambda: server.metric("punica_adapters_host") == 0, "the adapters' memory is given back")
 
 
 def test_a_loaded_adapter_survives_the_worker(server: LiveServer) -> None:
