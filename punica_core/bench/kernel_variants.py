@@ -18,18 +18,26 @@ from typing import Final
 import torch
 
 from punica_core.bench.lora_cases import LLAMA_8B, Group, GroupCase, Step, floor_us, time_graph_us
-from punica_core.bench.model_case import ModelCase, capture, replay_ms
+from punica_core.bench.model_case import EngineMemory, ModelCase, capture, replay_ms
 from punica_core.ops import reference
 
 Times = dict[str, float]
 
-SECTIONS: Final = ("points", "groups", "parts", "model", "prefill")
+SECTIONS: Final = ("points", "groups", "parts", "model", "engine", "prefill")
 _SHAPES: Final = ((4096, 4096), (4096, 14336), (14336, 4096))
 _STEPS: Final = (
     *(("identical", batch) for batch in (1, 8, 32, 64, 128)),
     *(("uniform", batch) for batch in (64, 128)),
     *(("skewed", batch) for batch in (8, 128)),
     *(("distinct", batch) for batch in (8, 64)),
+)
+_MODEL_STEPS: Final = (("identical", 1), ("identical", 64), ("distinct", 8), ("distinct", 64))
+_MEMORIES: Final = (
+    ("compact", None),
+    ("engine", EngineMemory()),
+    ("by module", EngineMemory(by_slot=False)),
+    ("wide", EngineMemory(own_rank=False)),
+    ("both", EngineMemory(by_slot=False, own_rank=False)),
 )
 _TOLERANCE: Final = 0.03
 """Of max(1, the largest output): both sides round y once and the low-rank row once, in different places."""
@@ -139,7 +147,7 @@ def measure_parts() -> Times:
 def measure_model() -> Times:
     """Milliseconds that LoRA of 32 layers adds to the base products, by the order of kernels in the graph."""
     out: Times = {}
-    for popularity, batch in (("identical", 1), ("identical", 64), ("distinct", 8), ("distinct", 64)):
+    for popularity, batch in _MODEL_STEPS:
         case = ModelCase(Step.of(popularity, batch, [16]))
         names = ["base", "chained", "early"]
         graphs = [capture(case.base), capture(case.chained)]
@@ -165,6 +173,25 @@ def measure_model() -> Times:
     return out
 
 
+def measure_engine() -> Times:
+    """As measure_model, with adapters, tables and scratch where the engine has them, and as it had them."""
+    out: Times = {}
+    for popularity, batch in _MODEL_STEPS:
+        for name, memory in _MEMORIES:
+            case = ModelCase(Step.of(popularity, batch, [16]), memory=memory)
+            graphs = [capture(case.base), capture(case.chained)]
+            want = [y.clone() for y in case.y]
+            graphs.append(capture(case.beside))
+            if not all(torch.equal(y, expected) for y, expected in zip(case.y, want, strict=True)):
+                raise WrongResult(f"{name} {popularity} {batch}: beside is not chained, bit for bit")
+            base, chained, beside = replay_ms(graphs)
+            out[f"{name} chained {popularity} {batch}"] = chained - base
+            out[f"{name} beside {popularity} {batch}"] = beside - base
+            del case, graphs
+            torch.cuda.empty_cache()
+    return out
+
+
 def measure_prefill() -> Times:
     """Percent that LoRA adds to the base products of two layers."""
     out: Times = {}
@@ -182,6 +209,7 @@ _MEASURES: Final[dict[str, Callable[[], Times]]] = {
     "groups": measure_groups,
     "parts": measure_parts,
     "model": measure_model,
+    "engine": measure_engine,
     "prefill": measure_prefill,
 }
 

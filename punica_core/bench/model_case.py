@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,12 +22,30 @@ from punica_core.bench.lora_cases import (
     random_arena,
     scratch_for,
 )
-from punica_core.ops.layout import row_pitch
+from punica_core.lora.arena_layout import AdapterLayout, ModuleShape, Run, lay_out, record_words
+from punica_core.lora.tables import AdapterTables
+from punica_core.ops.layout import Header, row_pitch, scratch_elements
+
+ENGINE_SLOTS: Final = 4096
+ENGINE_RANK: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Adapters as the engine has them: each in one range of the arena, tables of ENGINE_SLOTS, scratch for ENGINE_RANK.
+
+    by_slot: the records of a slot lie together, else those of a module. own_rank: low-rank rows lie as far apart as
+    the step's adapters need, else ENGINE_RANK. Both false is how it was until commit a08f736.
+    """
+
+    by_slot: bool = True
+    own_rank: bool = True
 
 
 class ModelCase:
     """Base products and LoRA of every fused group of ``num_layers`` layers, each with weights of its own.
 
+    memory: where adapters, tables and scratch lie; default back to back, group by group, for this step alone.
     ``forked`` runs shrink on a second stream beside the base product, ``beside`` in one chain through a programmatic
     edge of the graph; otherwise one kernel runs after another.
     """
@@ -37,25 +58,69 @@ class ModelCase:
         groups: Sequence[Group] = LLAMA_8B,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
+        memory: EngineMemory | None = None,
     ) -> None:
         self.groups = groups
         self.num_layers = num_layers
         self.max_rank = row_pitch(max(step.ranks))
         self.plan = make_plan(step, device)
-        self.side = torch.cuda.Stream()
         rows = step.num_rows
         self.x = [torch.randn(rows, group.in_features, device=device).to(dtype) for group in groups]
         self.y = [torch.empty(rows, sum(group.out_features), dtype=dtype, device=device) for group in groups]
-        self.v = [scratch_for(step, len(group.out_features), device) for group in groups]
         self.weights = [self._draw_layer(dtype, device) for _ in range(num_layers)]
-        sizes = [num_layers * adapter_bytes(group, step.ranks) // 2 for group in groups]
-        arena = random_arena(sum(sizes) + 4096, dtype, device)
-        self.adapters: list[Adapters] = []
+        if memory is None:
+            self._place(step, dtype, device)
+        else:
+            self._place_as_engine(step, memory, dtype, device)
+
+    def _place(self, step: Step, dtype: torch.dtype, device: str) -> None:
+        self.v = [scratch_for(step, len(group.out_features), device) for group in self.groups]
+        sizes = [self.num_layers * adapter_bytes(group, step.ranks) // 2 for group in self.groups]
+        self.arena = random_arena(sum(sizes) + 4096, dtype, device)
+        self.tables: list[list[Tensor]] = []
         start = 0
-        for group in groups:
-            adapters = Adapters(group, step, num_layers, arena, start)
-            start += num_layers * adapters.elements
-            self.adapters.append(adapters)
+        for group in self.groups:
+            adapters = Adapters(group, step, self.num_layers, self.arena, start)
+            start += self.num_layers * adapters.elements
+            self.tables.append(adapters.tables)
+
+    def _place_as_engine(self, step: Step, memory: EngineMemory, dtype: torch.dtype, device: str) -> None:
+        self.max_rank = ENGINE_RANK
+        if not memory.own_rank:
+            self.plan.plan[Header.RANK_PITCH] = ENGINE_RANK
+        rows = step.num_rows
+        self.v = [
+            torch.empty(scratch_elements(rows, len(group.out_features), ENGINE_RANK), device=device)
+            for group in self.groups
+        ]
+        slices = [len(group.out_features) for group in self.groups]
+        layouts = {rank: self._layout(rank) for rank in set(step.ranks)}
+        self.arena = random_arena(sum(layouts[rank].num_elements for rank in step.ranks), dtype, device)
+        tables = AdapterTables(self.num_layers * sum(slices), ENGINE_SLOTS, device=device)
+        start = 0
+        for slot, rank in enumerate(step.ranks):
+            layout = layouts[rank]
+            run = (Run(0, layout.num_elements, start),)
+            words = [record_words(place, 0.01, run) for place in layout.places.values()]
+            tables.records[:, slot].copy_(torch.tensor(words))
+            start += layout.num_elements
+        if not memory.by_slot:
+            tables.records = tables.records.contiguous()
+        firsts = [sum(slices[:index]) for index in range(len(slices))]
+        self.tables = [
+            [tables.group(layer * sum(slices) + first, count) for layer in range(self.num_layers)]
+            for first, count in zip(firsts, slices, strict=True)
+        ]
+
+    def _layout(self, lora_rank: int) -> AdapterLayout[int]:
+        """Of an adapter of all modules, layer by layer."""
+        shapes = [
+            ModuleShape(lora_rank, group.in_features, width)
+            for _ in range(self.num_layers)
+            for group in self.groups
+            for width in group.out_features
+        ]
+        return lay_out(dict(enumerate(shapes)))
 
     def _draw_layer(self, dtype: torch.dtype, device: str) -> list[Tensor]:
         return [
@@ -85,16 +150,21 @@ class ModelCase:
                 self._product(layer, index)
                 self._expand(layer, index)
 
+    @functools.cached_property
+    def side(self) -> torch.cuda.Stream:
+        """Where ``forked`` runs shrink."""
+        return torch.cuda.Stream()
+
     def forked(self) -> None:
         """Shrink beside the base product, then expand."""
-        main = torch.cuda.current_stream()
+        main, side = torch.cuda.current_stream(), self.side
         for layer in range(self.num_layers):
             for index in range(len(self.groups)):
-                self.side.wait_stream(main)
-                with torch.cuda.stream(self.side):
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
                     self._shrink(layer, index)
                 self._product(layer, index)
-                main.wait_stream(self.side)
+                main.wait_stream(side)
                 self._expand(layer, index)
 
     def beside(self) -> None:
@@ -109,19 +179,20 @@ class ModelCase:
         torch.mm(self.x[index], self.weights[layer][index].t(), out=self.y[index])
 
     def _shrink(self, layer: int, index: int, *, beside: bool = False) -> None:
-        adapters = self.adapters[index]
-        table, plan = adapters.tables[layer], self.plan.plan
-        ops.lora_shrink(self.v[index], self.x[index], adapters.arena, table, plan, self.max_rank, beside=beside)
+        tables = (self.arena, self.tables[index][layer], self.plan.plan)
+        ops.lora_shrink(self.v[index], self.x[index], *tables, self.max_rank, beside=beside)
 
     def _expand(self, layer: int, index: int) -> None:
-        adapters, group = self.adapters[index], self.groups[index]
-        table, plan = adapters.tables[layer], self.plan.plan
-        y, v = self.y[index], self.v[index]
-        ops.lora_expand(y, v, adapters.arena, table, plan, group.out_features, group.in_features, self.max_rank)
+        group = self.groups[index]
+        tables = (self.arena, self.tables[index][layer], self.plan.plan)
+        ops.lora_expand(
+            self.y[index], self.v[index], *tables, group.out_features, group.in_features, self.max_rank, x=self.x[index]
+        )
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of ``run``, replayed once."""
+    torch.cuda.synchronize()  # what the case consists of may still be written on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
