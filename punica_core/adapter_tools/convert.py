@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -68,8 +69,8 @@ def convert(source: str, target: str, base: BaseFolder | None) -> Conversion:
             raise AdapterInvalid(f"What it would become is refused ({report.code}): {report.reason}")
         os.chmod(partial, 0o755)
         os.rename(partial, target)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}.") from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{target} cannot be written: {error}.") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Conversion(report, _changes(weights_name, result, config, copied))

@@ -149,12 +149,27 @@ def _new_file(path: str) -> Iterator[int]:
     try:
         yield file
         os.fchmod(file, 0o644)
-        os.link(partial, path)
+        _put_in_place(partial, path)
     except FileExistsError:
         raise ConfigError(f"{path} is there already; nothing is overwritten. Choose another name.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
     finally:
         os.close(file)
-        os.unlink(partial)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+
+
+def _put_in_place(partial: str, path: str) -> None:
+    """Give a complete file its name; raises FileExistsError if there is something of that name."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.rename(partial, path)
 
 
 def _view(flat: Tensor, part: Part) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -186,6 +187,23 @@ def test_nothing_is_overwritten(saved_adapter: Path, packed: Path) -> None:
         pack(saved_adapter, packed, tiny_llama())
     assert packed.read_bytes() == before
     assert [path.name for path in packed.parent.iterdir()] == [packed.name]
+
+
+def test_a_file_system_without_links_or_without_room(
+    saved_adapter: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EPERM, "no such links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    other = pack(saved_adapter, packed.with_name("other.punica"), tiny_llama())
+    assert other.read_bytes() == packed.read_bytes()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        pack(saved_adapter, other, tiny_llama())
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ConfigError, match="cannot be written: no such links here"):
+        pack(saved_adapter, packed.with_name("third.punica"), tiny_llama())
+    assert sorted(path.name for path in packed.parent.iterdir()) == ["A.punica", "other.punica"]
 
 
 @pytest.mark.parametrize(
