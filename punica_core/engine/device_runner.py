@@ -17,7 +17,7 @@ from punica_core.engine.forward import ModelForward
 from punica_core.engine.graphs import GraphKey, GraphSizes, StepGraphs
 from punica_core.engine.step_batch import BatchSizes, StepBatch, StepPacker, exact_sizes, split_rows
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
-from punica_core.engine.transfers import upload
+from punica_core.engine.transfers import Mark, upload
 from punica_core.lora.table_step import TableLoRA, has_adapters
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
@@ -91,7 +91,9 @@ class DeviceRunner:
             sampling = [part for part in batch.logits if samples_token(part.row)]
             samples = self._sample(sampling, logits)
         scored = [part for part in batch.logits if scored_prompt_tokens(part.row)]
-        return PendingDeviceStep(self._sampler, sampling, samples, scored, logits if scored else None)
+        return PendingDeviceStep(
+            Mark(logits.device), self._sampler, sampling, samples, scored, logits if scored else None
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and wait for them."""
@@ -185,8 +187,13 @@ class DeviceRunner:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeviceStep:
-    """A step that was queued. `result` waits for it."""
+    """A step that was queued. `result` waits for it, also if nothing comes of it: until then its sequences keep their
+    adapters, whose memory others may be copied to afterwards.
 
+    end: of all that was queued for it.
+    """
+
+    end: Mark
     sampler: DeviceSampler
     sampling: Sequence[LogitsRange]
     samples: PendingSamples | None
@@ -195,6 +202,7 @@ class PendingDeviceStep:
 
     def result(self) -> StepResult:
         """See `StepResult`. Raises what the device reported."""
+        self.end.wait()
         result = StepResult()
         if self.samples is not None:
             for part, token in zip(self.sampling, self.samples.result(), strict=True):

@@ -38,23 +38,34 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
     ]
 
 
+class Mark:
+    """A point in what is queued on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until the device has come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Download:
-    """Copies of tensors to the host, queued on the current stream."""
+    """Copies of tensors to the host, queued on the current stream. tensors: at least one, all on one device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._done: torch.cuda.Event | None = None
         self._tensors = list(tensors)
-        if self._tensors and self._tensors[0].is_cuda:
-            device = self._tensors[0].device
+        if self._tensors[0].is_cuda:
             self._tensors = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             ]
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(device))
+        self._done = Mark(tensors[0].device)
 
     def wait(self) -> list[Tensor]:
         """The tensors on the host, once the device has come so far."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         return self._tensors

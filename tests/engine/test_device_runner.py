@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from punica_core.engine import device_runner
 from punica_core.engine.graphs import mixed_sizes
 from punica_core.engine.step_batch import BatchSizes, exact_sizes, split_rows
 from punica_core.lora.weights import AdapterWeights, load_adapter
@@ -161,6 +165,53 @@ def test_padding_between_and_behind_the_rows_changes_nothing(
 def test_a_chunk_that_does_not_reach_the_end_yields_nothing() -> None:
     driven = DrivenDeviceRunner(tiny_llama())
     assert driven.step([driven.sequence(random_prompt(20, VOCAB_SIZE))], budget=8) == StepResult()
+
+
+@pytest.mark.gpu
+def test_a_result_is_there_when_the_device_is_done_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = DrivenDeviceRunner(tiny_llama().to("cuda", torch.bfloat16))
+
+    def slow_forward(*arguments: Any, **options: Any) -> torch.Tensor:
+        logits = driven.forward(*arguments, **options)
+        torch.cuda._sleep(1_000_000_000)
+        return logits
+
+    monkeypatch.setattr(driven.runner, "_forward", slow_forward)
+    pending = driven.runner.launch(StepPlan((driven.row(driven.sequence(random_prompt(20, VOCAB_SIZE)), 8),)))
+    end = torch.cuda.Event()
+    end.record()
+    assert not end.query(), "launching waited"
+    pending.result()
+    assert end.query()
+
+
+@pytest.mark.parametrize("budget", [8, 1000], ids=["samples nothing", "samples"])
+def test_a_result_waits_for_all_that_was_queued(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    """Where the adapter of a cancelled prompt gives way to others, no step may still read it."""
+    told: list[str] = []
+
+    class Mark:
+        def __init__(self, device: torch.device) -> None:
+            told.append("end")
+
+        def wait(self) -> None:
+            told.append("waited")
+
+    monkeypatch.setattr(device_runner, "Mark", Mark)
+    driven = DrivenDeviceRunner(tiny_llama())
+    monkeypatch.setattr(driven.sampler, "launch", telling(driven.sampler.launch, told))
+    pending = driven.runner.launch(StepPlan((driven.row(driven.sequence(random_prompt(20, VOCAB_SIZE)), budget),)))
+    assert told == (["end"] if budget == 8 else ["sampling", "end"])
+    pending.result()
+    assert told[-1] == "waited"
+
+
+def telling(launch: Callable[..., Any], told: list[str]) -> Callable[..., Any]:
+    def launched(*arguments: Any) -> Any:
+        told.append("sampling")
+        return launch(*arguments)
+
+    return launched
 
 
 def test_an_empty_plan_yields_nothing() -> None:
