@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,6 +173,7 @@ class Engine:
         not be able to end everybody's worker.
         """
         logger.error("step failed; requests %s", [row.sequence.request_id for row in plan.rows], exc_info=error)
+        _forget_locals(error)
         rows = [row for row in plan.rows if row.sequence.status is not Status.FINISHED]
         merged, num_raised = StepResult(), 0
         for row in rows:
@@ -214,3 +216,11 @@ class Engine:
             adapter_evictions=cache.evictions,
             adapter_loads=cache.loads,
         )
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what the functions held that an error went through: their tensors may be why memory ran out."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__

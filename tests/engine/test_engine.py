@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -74,6 +76,42 @@ def test_a_row_that_raises_ends_alone_and_the_others_go_on(engine: Engine, runne
         assert tokens == expected_tokens(request)
     assert runner.plan_sizes[:4] == [3, 1, 1, 1]
     rig.assert_idle()
+
+
+class Activations:
+    """What a step has in memory."""
+
+
+class CrowdedRunner(FaultyRunner):
+    """Runs out of memory in steps of several rows. leftovers: steps whose memory was still taken at a later launch."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig)
+        self.leftovers = 0
+        self._steps: list[weakref.ref[Activations]] = []
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        self.leftovers += sum(step() is not None for step in self._steps)
+        try:
+            self._compute(plan)
+        except MemoryError as error:
+            raise RuntimeError("out of memory") from error
+        return super().launch(plan)
+
+    def _compute(self, plan: StepPlan) -> None:
+        held = Activations()
+        self._steps.append(weakref.ref(held))
+        if len(plan.rows) > 1:
+            raise MemoryError
+
+
+def test_rows_are_executed_alone_without_what_the_failed_step_held(rig: Rig) -> None:
+    runner = CrowdedRunner(rig)
+    engine = Engine(rig.scheduler, AdapterCache({}, torch.float32, 1), runner)
+    engine.submit([new_sequence(request_id) for request_id in range(3)], 0.0)
+    assert set(ends(run(engine)).values()) == {FinishReason.LENGTH}
+    assert len(runner.plan_sizes) > 3
+    assert runner.leftovers == 0
 
 
 def test_a_device_that_fails_everything_ends_the_worker(engine: Engine, runner: FaultyRunner) -> None:
