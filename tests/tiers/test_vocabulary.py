@@ -206,6 +206,22 @@ def test_the_wrong_adapter_shows(make_tier: MakeTier, adapters: MemoryAdapters) 
             assert torch.allclose(got.double(), wanted, atol=1e-3) != swapped
 
 
+def test_an_adapter_without_any_lora_has_work_in_the_plan(
+    make_tier: MakeTier, adapters: MemoryAdapters, device: str
+) -> None:
+    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 2e-2)
+    used = [replace(adapter("saved head", seed, dtype), modules={}) for seed in range(2)]
+    tier = make_tier(modules=MODULES, dtype=dtype)
+    slots = [granted(tier, adapters.add(weights.key, weights)).slot for weights in used]
+    assert tier.slot_rank[slots].tolist() == [1, 1]
+    trial = Trial(tier, dtype)
+    embedded, _, before = trial.embed(slots, used)
+    assert torch.equal(embedded, before)
+    found, right, before = trial.logits(used)
+    assert_close(found, right, tolerance)
+    assert not torch.allclose(found[1:4], before[1:4], atol=0.1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_that_lies_in_the_arena_is_counted_and_given_back(
     make_tier: MakeTier, adapters: MemoryAdapters, kind: str
