@@ -56,6 +56,7 @@ def test_the_wrong_slot_gives_other_logits(weights: dict[int, AdapterWeights]) -
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 def test_compiled_code_computes_the_same(weights: dict[int, AdapterWeights]) -> None:
     expected = generated(DrivenRunner(tiny_llama(), weights))
     compiled = generated(DrivenDeviceRunner(tiny_llama(), weights, compiled=True), budget=9)
