@@ -1,6 +1,7 @@
 """Several builds of the kernels side by side: ``python -m punica_core.bench.kernel_variants NAME=LIBRARY …``.
 
-Each build is loaded in a process of its own, checked against the reference, then timed. The table comes last.
+Each build is loaded in a process of its own, checked against the reference, then timed. The table comes last. A build that
+was measured before is given as the JSON file that has its name: ``old=kernel-variants-h200.json``.
 """
 
 from __future__ import annotations
@@ -272,6 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for build in args.builds:
         name, _, rest = build.partition("=")
         library, _, sections = rest.partition(":")
+        if library.endswith(".json"):
+            results[name] = json.loads(Path(library).read_text())[name]
+            continue
         part = args.output.with_suffix(f".{name}.json")
         command = [sys.executable, "-m", "punica_core.bench.kernel_variants"]
         command += ["--measure", library, sections or ",".join(SECTIONS), str(part)]
