@@ -1,7 +1,7 @@
 """Several builds of the kernels side by side: ``python -m punica_core.bench.kernel_variants NAME=LIBRARY …``.
 
-Each build is loaded in a process of its own, checked against the reference, then timed. The table comes last. A build that
-was measured before is given as the JSON file that has its name: ``old=kernel-variants-h200.json``.
+Each build is loaded in a process of its own, checked against the reference, then timed. The table comes last.
+A build that was measured before is given as the JSON file that has its name: ``old=kernel-variants-h200.json``.
 """
 
 from __future__ import annotations
