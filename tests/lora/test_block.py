@@ -158,7 +158,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ({Q: weight(64, 32)}, AdapterMismatch, "adapted 64 → 32"),
         ({"model.embed_tokens": weight()}, AdapterUnsupported, "'model.embed_tokens' is of type Embedding"),
         (weight(), AdapterUnsupported, "'' is of type LlamaForCausalLM"),
-        ("/nowhere/at/all", AdapterInvalid, r"adapter 0 \('/nowhere/at/all'\): .*no adapter_config\.json"),
+        ("/nowhere/at/all", AdapterInvalid, r"adapter 0 \('/nowhere/at/all'\): .*neither a folder nor"),
     ],
     ids=["empty", "no module", "in", "out", "embedding", "bare weight", "no folder"],
 )
