@@ -72,7 +72,15 @@ class FlashInferAttention:
         self._processors = int(torch.cuda.get_device_properties(cache.device).multi_processor_count)
         self.set_cache(cache)
         device, head_dim = cache.device, cache.size(-1)
-        num_bytes = self._workspace_bytes(max_seqs, max_prompt_rows, max_prompts)
+        num_bytes = workspace_bytes(
+            num_heads,
+            cache.size(4),
+            head_dim,
+            self._processors,
+            max_seqs=max_seqs,
+            max_prompt_rows=max_prompt_rows,
+            max_prompts=max_prompts,
+        )
         workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._kinds = [_Kind(spec, cache.dtype, head_dim, workspace) for spec in kinds]
         self._kind_of_layer = [self._kinds[kinds.index(spec)] for spec in specs]
@@ -118,15 +126,29 @@ class FlashInferAttention:
                 planned.run(lane, batch.kv_indices, query[lane.rows], *cache, out[lane.rows])
         return out
 
-    def _workspace_bytes(self, max_seqs: int, max_prompt_rows: int, max_prompts: int) -> int:
-        """For the partial outputs of contexts cut in pieces: a tile for each of the blocks that a launch may have."""
-        num_kv_heads, head_dim = int(self._cache.size(4)), int(self._cache.size(5))
-        group = self._num_heads // num_kv_heads
-        decode_tile = 16 if group <= 16 else 64 if group <= 64 else _PROMPT_TILE
-        pieces = -(-2 * self._processors // num_kv_heads)
-        prompt_tiles = max(pieces, -(-max_prompt_rows * group // _PROMPT_TILE) + max_prompts)
-        tile_rows = max(max(max_seqs, pieces) * decode_tile, prompt_tiles * _PROMPT_TILE)
-        return self._num_heads * (head_dim + 1) * 4 * tile_rows + (1 << 20)
+
+def workspace_bytes(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    processors: int,
+    *,
+    max_seqs: int,
+    max_prompt_rows: int = 0,
+    max_prompts: int = 0,
+) -> int:
+    """For the partial outputs of contexts cut in pieces: a tile for each of the blocks that a launch may have.
+
+    A launch that is no graph's has as many as the processors take at once. A graph's has all tiles that its rows may be
+    cut into, and one more for each sequence, whose last tile may not be full.
+    """
+    group = num_heads // num_kv_heads
+    pieces = -(-2 * processors // num_kv_heads)
+    decode_tile = 16 if group <= 16 else 64 if group <= 64 else _PROMPT_TILE
+    decode_tiles = max(pieces, -(-max_seqs * group // decode_tile) + max_seqs)
+    prompt_tiles = max(pieces, -(-max_prompt_rows * group // _PROMPT_TILE) + max_prompts)
+    tile_rows = max(decode_tiles * decode_tile, prompt_tiles * _PROMPT_TILE)
+    return num_heads * (head_dim + 1) * 4 * tile_rows + (1 << 20)
 
 
 class _Kind:
