@@ -146,6 +146,9 @@ def test_no_token_is_kept(file: Path) -> None:
         ("keys: [{name: a, key: SECRETSECRET", r"not valid YAML \(line 2, column 1\)"),
         ("keys: [{name: a, key: *SECRETSECRET}]", "not valid YAML"),
         ("keys: [{name: a, key: 2001-99-99}]", "cannot read"),
+        ("keys: [{name: a, key: !!bool SECRETSECRET}]", "cannot read"),
+        ("keys: [{name: a, key: !!timestamp SECRETSECRET}]", "cannot read"),
+        ("keys: [{name: a, key: !!int ''}]", "cannot read"),
         ("\x00", "not valid YAML"),
     ],
 )
@@ -211,11 +214,12 @@ async def test_a_changed_file_is_read_again_and_revoked_keys_are_refused(
     assert OTHER not in caplog.text
 
 
+@pytest.mark.parametrize("wrong", ["keys: [{name: a, key: SECRETSECRET", "keys: !!bool SECRETSECRET"])
 async def test_a_wrong_new_file_changes_nothing_and_is_told_once(
-    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    file: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Watched(file, monkeypatch) as watched:
-        file.write_text("keys: [{name: a, key: SECRETSECRET")
+        file.write_text(wrong)
         while "The keys stay as they are" not in caplog.text:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)  # several more looks at the same file
