@@ -177,6 +177,31 @@ def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references:
     check_near(found, references)
 
 
+def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver, references: References) -> None:
+    prompts = {adapter: random_prompt(30 + adapter, VOCAB_SIZE) for adapter in (0, 3, 9, 10, 11)}
+    configs: dict[int, dict[str, Any]] = {
+        9: {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True},
+        10: {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        11: {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": prompts[11][:3], "lm_head": [7]},
+        },
+    }
+    for adapter, config in configs.items():
+        save_peft_adapter(root / str(adapter), build_base(), seed=adapter, std=0.1, **config)
+    ids = {a: driver.submit(prompt, a, max_tokens=40, temperature=0.0, logprobs=0) for a, prompt in prompts.items()}
+    scored = {a: driver.submit(prompt, a, max_tokens=1, prompt_logprobs=0) for a, prompt in prompts.items()}
+    driver.finish()
+    found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
+    for adapter, prompt in prompts.items():
+        tokens, logprobs = driver.generated(ids[adapter])
+        assert len(tokens) == 40
+        found[adapter] = [(prompt + tokens, len(prompt), logprobs), (prompt, 1, driver.scored(scored[adapter]))]
+    check_near(found, references)
+    with pytest.raises(AssertionError, match="ours"):
+        check_near({9: found[10]}, references)
+
+
 def test_another_adapters_numbers_are_far_off(driver: Driver, references: References) -> None:
     prompt = random_prompt(60, VOCAB_SIZE)
     request_id = driver.submit(prompt, 0, max_tokens=1, prompt_logprobs=0)
