@@ -7,6 +7,7 @@ change here, so neither does g.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import torch
@@ -63,5 +64,11 @@ def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[obje
     """Beside the steps on a GPU; nothing on a CPU."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(device))
-    return stream
+    context: contextlib.AbstractContextManager[object] = torch.cuda.stream(_stream_of(device))
+    return context
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all gains of a device: torch keeps what was freed for each stream apart, outside of the memory plan."""
+    return torch.cuda.Stream(device)

@@ -56,3 +56,14 @@ def test_gains_computed_on_the_gpu_are_the_cpus() -> None:
     torch.testing.assert_close(
         embedding_gain(W.cuda(), B.t(), A.t(), SCALE, M[:24]), embedding_gain(W, B.t(), A.t(), SCALE, M[:24])
     )
+
+
+@pytest.mark.gpu
+def test_many_gains_keep_no_more_gpu_memory_than_one() -> None:
+    weight, a, b, magnitude = draw(4096, 1024).cuda(), draw(8, 1024), draw(4096, 8), draw(4096)
+    kept = []
+    for count in (1, 64):
+        for _ in range(count):
+            row_gain(weight, a, b, SCALE, magnitude)
+        kept.append(torch.cuda.memory_reserved())
+    assert kept[0] == kept[1]
