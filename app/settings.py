@@ -63,7 +63,7 @@ class Settings:
     max_num_seqs: int = _key(64, "most sequences in one step")
     max_num_batched_tokens: int = _key(512, "token budget of one step; longer prompts are prefilled in chunks")
     lora: bool = _key(True, "serve adapters; without, the base model alone gets all memory")
-    max_lora_rank: int = _key(256, "adapters of a higher rank are refused; nothing is sized by it")
+    max_lora_rank: int = _key(256, "adapters of a higher rank are refused; on a GPU it sizes a step's scratch memory")
     adapter_host_bytes: int = _key(0, "host memory for adapters, e.g. 2GiB; 0 sizes it from free memory", is_bytes=True)
     adapter_gpu_bytes: int = _key(0, "GPU memory for adapters, e.g. 2GiB; 0 sizes it from free memory", is_bytes=True)
     adapter_load_timeout: float = _key(60.0, "seconds after which an adapter's load fails its requests")

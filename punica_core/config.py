@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step; a longer prompt is prefilled in chunks.
     lora: serve adapters; False refuses them and spends no memory or graphs on them.
-    max_lora_rank: admission limit only; nothing is sized by it.
+    max_lora_rank: admission limit; on a GPU the scratch memory of a step is sized by it, else nothing is.
     adapter_host_bytes / adapter_gpu_bytes: byte budgets of the two adapter tiers; 0 sizes them from free memory.
     adapter_load_timeout: seconds after which a read that makes no progress fails its requests.
     prefix_cache: reuse KV blocks of equal prefixes of the same adapter and tenant.
