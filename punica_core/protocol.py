@@ -218,7 +218,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepStarted(msgspec.Struct, frozen=True, tag=True):
-    """Heartbeat: a step began (busy) or the worker is idle. The front end's stall bound counts from it."""
+    """Heartbeat: a step began (busy) or the worker is idle. The front end's stall bound counts from it, and from every
+    `Outputs` while the worker is busy: a step that follows one directly has no heartbeat of its own."""
 
     busy: bool
 

@@ -115,6 +115,7 @@ class Loop:
         self._channel = channel
         self._engine = engine
         self._busy = False
+        self._clock_set = False  # the front end's stall clock counts from the end of the last step
         self._next_stats = 0.0
 
     def run(self) -> None:
@@ -142,18 +143,20 @@ class Loop:
 
     def _step(self) -> bool:
         self._busy = True
-        self._channel.send(protocol.StepStarted(True))
+        if not self._clock_set:
+            self._channel.send(protocol.StepStarted(True))
         outputs, executed = self._engine.step(time.monotonic())
         stats = self._due_stats(executed)
-        if outputs or stats:
-            self._channel.send(protocol.Outputs(outputs, stats))
+        self._clock_set = bool(outputs or stats)
+        if self._clock_set:
+            self._channel.send(protocol.Outputs(outputs, stats))  # the next step's heartbeat, too
         return executed
 
     def _rest(self) -> None:
         """Nothing can run: say so once, then sleep until something may have changed."""
         waiting = self._engine.has_unfinished()
         if self._busy and not waiting:
-            self._busy = False
+            self._busy = self._clock_set = False
             self._channel.send(protocol.StepStarted(False))
             self._channel.send(protocol.Outputs([], self._engine.stats()))
         self._channel.wake.wait(IDLE_WAIT if waiting else None)

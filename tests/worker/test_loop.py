@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from punica_core import worker
 from punica_core.engine.engine import Engine
 from punica_core.lora.cache import AdapterCache
 from punica_core.protocol import (
@@ -87,7 +88,7 @@ class HeldStep:
 
 @pytest.fixture
 def rig() -> Rig:
-    return make_rig(max_num_batched_tokens=64)
+    return make_rig(max_num_batched_tokens=12)
 
 
 @pytest.fixture
@@ -137,8 +138,37 @@ def test_every_wait_for_the_device_begins_with_a_heartbeat(channel: LocalChannel
         sent: list[Event] = []
         while not channel.events.empty():
             sent.append(channel.events.get())
-        assert sent[-1] == StepStarted(True)
+        assert sent[-1] == StepStarted(True) or isinstance(sent[-1], Outputs)
         runner.go.release()
+
+
+@pytest.fixture
+def few_stats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gauges come with the first step and at the end only."""
+    monkeypatch.setattr(worker, "STATS_INTERVAL", 1e9)
+
+
+@pytest.mark.usefixtures("few_stats")
+def test_a_step_that_follows_outputs_has_no_heartbeat_of_its_own(channel: LocalChannel, runner: HeldRunner) -> None:
+    runner.go.release(100)
+    channel.command(Submit([new_sequence(1, max_tokens=40)]))
+    events = channel.until_idle()
+    assert len(outputs_of(events, 1)) == 40
+    assert events.count(StepStarted(True)) == 1
+    assert events[0] == StepStarted(True)
+
+
+@pytest.mark.usefixtures("few_stats")
+def test_a_step_after_one_without_news_has_a_heartbeat(channel: LocalChannel, runner: HeldRunner) -> None:
+    """The chunks of a long prompt: nothing comes out of all but the last."""
+    runner.go.release(100)
+    channel.command(Submit([new_sequence(1, prompt=60, max_tokens=1)]))
+    events = channel.until_idle()
+    last = events[-1]
+    assert isinstance(last, Outputs)
+    assert last.stats is not None
+    assert last.stats.steps == 5
+    assert events.count(StepStarted(True)) == 5
 
 
 def test_a_cancel_while_two_steps_are_in_flight_gives_everything_back(
