@@ -129,7 +129,7 @@ async def off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
 
 def text_size(messages: Sequence[Message]) -> int:
     """Characters of a conversation, and what it costs to render so many messages."""
-    return sum(len(message.text or "") + _MESSAGE_COST for message in messages)
+    return sum(message.size + _MESSAGE_COST for message in messages)
 
 
 def _completion_prompts(

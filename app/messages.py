@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from app.parsing import collector_paused
+
 Name = Annotated[str, Meta(max_length=256)]
 
 
@@ -33,7 +35,8 @@ class FunctionCall(msgspec.Struct, frozen=True):
         """Arguments that are a JSON object become one: templates write them in their own way."""
         arguments: Any = self.arguments
         try:
-            decoded = msgspec.json.decode(self.arguments)
+            with collector_paused():
+                decoded = msgspec.json.decode(self.arguments)
             arguments = decoded if isinstance(decoded, dict) else self.arguments
         except (msgspec.DecodeError, RecursionError):
             pass
@@ -66,6 +69,13 @@ class Message(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.content is None and not self.tool_calls and self.function_call is None:
             raise ValueError("a message needs content")
+
+    @property
+    def size(self) -> int:
+        """Characters of what can be long: the content and the arguments of calls."""
+        calls = [call.function for call in self.tool_calls or ()]
+        calls += [self.function_call] if self.function_call is not None else []
+        return len(self.text or "") + sum(len(call.arguments) + len(call.name) for call in calls)
 
     @property
     def text(self) -> str | None:

@@ -47,7 +47,7 @@ def parse(
     refused = refused or {}
     fields: Mapping[str, Raw] = {}
     try:
-        with _collector_paused():
+        with collector_paused():
             fields = _top_level(kind, tuple(refused), body)
             for name in fields.keys() & refused.keys():
                 if not _asks_for_nothing(bytes(fields[name]), refused[name]):
@@ -70,7 +70,7 @@ def part(kind: Any, raw: Raw, field: str, *, max_bytes: int) -> Any:
     if len(text) > max_bytes:
         raise InvalidRequest(f"{field} has {len(text)} bytes of JSON; at most {max_bytes} are allowed.", param=field)
     try:
-        with _collector_paused():
+        with collector_paused():
             return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         raise _as_invalid_request(str(error), {field: raw}, inside=field) from None
@@ -109,7 +109,7 @@ def _asks_for_nothing(raw: bytes, harmless: tuple[Any, ...]) -> bool:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Python's garbage collector looks again and again at the many new lists of a long body, none of which is garbage
     yet: that is three quarters of the time for which such a body holds the event loop."""
     was_enabled = gc.isenabled()

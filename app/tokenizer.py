@@ -116,7 +116,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids at once."""
-        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) <= LONG_TEXT:
+            return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # as in `encode`
+        return self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sequence. `prompt_ids`: when the output continues the prompt's text (completions)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import normalizers
 
+from app.messages import FunctionCall
 from app.schemas import ChatRequest, CompletionRequest, parse
-from app.tokenizer import Tokenizer
+from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core.errors import InvalidRequest
 from tests.app.conftest import BASE, MakeServer
 from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer
@@ -117,3 +119,65 @@ def test_the_fewest_tokens_of_a_text_are_never_more_than_it_has(text: str, norma
     rust.normalizer = normalizer
     tokenizer = Tokenizer(rust, BYTE_LEVEL_VOCAB, {}, None)
     assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("long", [True, False])
+@pytest.mark.parametrize("form", ["tool_calls", "function_call"])
+async def test_long_arguments_of_calls_are_rendered_on_a_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, form: str, long: bool
+) -> None:
+    rendered_by: list[threading.Thread] = []
+    for_template = FunctionCall.for_template
+
+    def watched(call: FunctionCall) -> dict[str, Any]:
+        rendered_by.append(threading.current_thread())
+        return for_template(call)
+
+    monkeypatch.setattr(FunctionCall, "for_template", watched)
+    call = {"name": "f", "arguments": json.dumps({"a": [[]] * (LONG_TEXT if long else 1)})}
+    calls = {form: [{"function": call}] if form == "tool_calls" else call}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"} | calls]
+    async with make_server() as server:
+        answers = [
+            await server.chat(messages=messages),
+            await server.http.post("/tokenize", json={"messages": messages}),
+        ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [thread is not threading.current_thread() for thread in rendered_by] == [long, long]
+
+
+def test_many_ids_are_decoded_as_few_are() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), BYTE_LEVEL_VOCAB, {}, None)
+    ids = [token % BYTE_LEVEL_VOCAB for token in range(LONG_TEXT + 1)]
+    for skip in (True, False):
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert whole == tokenizer._rust.decode(ids, skip_special_tokens=skip)
+        assert len(whole) > LONG_TEXT // 2
+
+
+def test_other_threads_run_while_many_ids_are_decoded() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), BYTE_LEVEL_VOCAB, {}, None)
+    ids = [65] * 300_000
+
+    def turns(decode: Callable[[], str]) -> int:
+        """How often another thread had its turn meanwhile."""
+        counts = [0, 0]
+        done = threading.Event()
+
+        def count() -> None:
+            while not done.is_set():
+                counts[0] += 1
+
+        other = threading.Thread(target=count)
+        other.start()
+        try:
+            before = counts[0]
+            decode()
+            counts[1] = counts[0] - before
+        finally:
+            done.set()
+            other.join()
+        return counts[1]
+
+    held = turns(lambda: tokenizer._rust.decode(ids))
+    assert turns(lambda: tokenizer.decode(ids)) > 10 * held + 100
