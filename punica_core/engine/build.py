@@ -15,7 +15,7 @@ from punica_core.config import EngineConfig, EngineLayout
 from punica_core.engine import noise
 from punica_core.engine.engine import Engine, Runner
 from punica_core.engine.gpu_build import build_gpu_parts, runs_on_tables
-from punica_core.engine.runner import ModelRunner, allocate_kv_cache, plan_memory
+from punica_core.engine.runner import ModelRunner, allocate_kv_cache, lora_layout_bytes, plan_memory
 from punica_core.engine.sampler import Sampler
 from punica_core.errors import AdapterUnsupported, ConfigError
 from punica_core.kv.block_pool import BlockPool
@@ -70,10 +70,12 @@ def build_engine(
         gpu_bytes = parts.plan.adapter_bytes
     else:
         kv_room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes
-        num_blocks = plan_memory(config, loaded, kv_room)
+        layout_bytes = lora_layout_bytes(config, adapter_bytes)
+        num_blocks = plan_memory(config, loaded, max(kv_room - layout_bytes, 0))
         on_progress("allocating the KV cache", 0.95)
         sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids, noise.engine_seed(config.seed))
-        runner = ModelRunner(loaded, allocate_kv_cache(loaded, num_blocks), host.weights, sampler)
+        kv_cache = allocate_kv_cache(loaded, num_blocks)
+        runner = ModelRunner(loaded, kv_cache, host.weights, sampler, layout_bytes=layout_bytes)
         gpu_bytes = 0
     layout = layout_of(loaded, num_blocks, adapter_bytes, gpu_bytes)
     pool = BlockPool(num_blocks)

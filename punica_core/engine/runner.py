@@ -19,7 +19,7 @@ from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.plan import CompletedStep, RowPlan, SampledToken, StepPlan, StepResult
 
 LORA_LAYOUT_BYTES = 512 * 1024 * 1024
-"""Bound on the re-laid copies of adapters that are kept besides those of the running step."""
+"""Most that the re-laid copies of adapters take that are kept besides those of the running step."""
 
 KV_FRACTION = 0.5
 """Share of the free memory that the KV cache takes when kv_tokens is 0."""
@@ -40,6 +40,11 @@ class Sampler(Protocol):
 
 def kv_bytes_per_block(loaded: LoadedModel) -> int:
     return loaded.kv_shape.block_bytes(BLOCK_SIZE, loaded.dtype)
+
+
+def lora_layout_bytes(config: EngineConfig, adapter_bytes: int) -> int:
+    """Bytes set aside for re-laid copies of adapters, of which all adapters together have `adapter_bytes`."""
+    return min(LORA_LAYOUT_BYTES, adapter_bytes) if config.lora else 0
 
 
 def plan_memory(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> int:
@@ -75,6 +80,7 @@ class ModelRunner:
     """Executes plans on one model, each when it is launched: a CPU has nothing to do meanwhile.
 
     weights_of: the adapter in a slot; asked once per segment and step, kept by its re-laid copy at most.
+    layout_bytes: bound on the copies kept besides those of the running step.
     """
 
     runs_ahead = False
@@ -85,13 +91,14 @@ class ModelRunner:
         kv_cache: Tensor,
         weights_of: Callable[[int], AdapterWeights],
         sampler: Sampler,
+        layout_bytes: int = LORA_LAYOUT_BYTES,
     ) -> None:
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._weights_of = weights_of
         self._sampler = sampler
         head_bias = None if loaded.head is None else loaded.base_weights.bias(loaded.head.paths[0])
-        self._lora = SegmentedLoRA(loaded.groups, LORA_LAYOUT_BYTES, loaded.device, loaded.head, head_bias)
+        self._lora = SegmentedLoRA(loaded.groups, layout_bytes, loaded.device, loaded.head, head_bias)
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Compute the plan's rows now."""

@@ -1,13 +1,18 @@
-"""A key that would change nothing, and a GPU that is not there, are refused before anything is loaded."""
+"""What is refused before anything is loaded, and how the memory of a CPU is shared out."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from punica_core.config import EngineConfig
+from punica_core.engine import build
 from punica_core.engine.build import build_engine, refuse_unused, resolve_device
+from punica_core.engine.runner import LORA_LAYOUT_BYTES, lora_layout_bytes
 from punica_core.errors import ConfigError
+from tests.support.peft_adapters import tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,21 @@ def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPatc
 
 def test_the_defaults_are_served() -> None:
     refuse_unused(EngineConfig(model="m"))
+
+
+@pytest.mark.parametrize(("lora", "num_blocks"), [(True, 50), (False, 100)])
+def test_what_is_set_aside_for_adapters_as_they_are_computed_is_no_room_for_kv(
+    lora: bool, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    block_bytes = 2 * 3 * 16 * 2 * 16 * 4
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 200 * block_bytes)
+    config = EngineConfig(model=str(tmp_path), device="cpu", lora=lora, adapter_host_bytes=100 * block_bytes)
+    _engine, layout = build_engine(config, lambda what, fraction: None, lambda: None)
+    assert layout.num_blocks == num_blocks
+
+
+def test_little_memory_for_adapters_needs_little_beside_it() -> None:
+    config = EngineConfig(model="m")
+    assert lora_layout_bytes(config, 1000) == 1000
+    assert lora_layout_bytes(config, 1 << 40) == LORA_LAYOUT_BYTES
