@@ -124,8 +124,19 @@ class LogitEdits(Generic[A]):
         return self.replaced([torch.from_numpy(array) for array in self.arrays()])
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What is added to the logits of a sequence in every step in which its stop ids are masked (or are not)."""
+
+    owner: object
+    masks: bool
+    ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+
 class EditCollector:
-    """Finds what rows change; keeps the histories of the last step's penalised rows, and of no others.
+    """Finds what rows change; keeps the histories of the last step's penalised rows, and of no others, and likewise
+    what is added to rows: a request may have a thousand biases, and a step has no time to look at each.
 
     A history belongs to a Sequence object, whose tokens are only ever appended, so it cannot go stale: a sequence that
     was away for a step (preempted) or that reuses a request_id is read again from its start.
@@ -134,6 +145,7 @@ class EditCollector:
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._histories: dict[int, tuple[object, TokenHistory]] = {}
+        self._added: dict[int, _Added] = {}
 
     @property
     def num_histories(self) -> int:
@@ -142,8 +154,32 @@ class EditCollector:
     def collect(self, rows: Sequence[RowPlan], vocab_size: int) -> LogitEdits[Array] | None:
         """The step's edits, None if there are none. To be called once for each step, with all of its rows."""
         penalties = self._penalties(rows)
-        added = added_entries(rows, self._eos_token_ids, vocab_size)
+        added = self._added_entries(rows, vocab_size)
         return None if penalties is None and added is None else LogitEdits(penalties, added)
+
+    def _added_entries(self, rows: Sequence[RowPlan], vocab_size: int) -> AddedEntries[Array] | None:
+        """Each row's logit_bias, and -inf for its stop ids while it has fewer than `min_tokens` output tokens."""
+        before, self._added = self._added, {}
+        parts: list[tuple[int, _Added]] = []
+        for b, row in enumerate(rows):
+            sequence = row.sequence
+            sampling, masks = sequence.sampling, num_generated(row) < sequence.sampling.min_tokens
+            if not (sampling.logit_bias or masks):
+                continue
+            added = before.get(sequence.request_id)
+            if added is None or added.owner is not sequence or added.masks is not masks:
+                masked = stop_ids(sampling, self._eos_token_ids) if masks else ()
+                added = _Added(sequence, masks, *_own_entries(sampling, vocab_size, masked=masked))
+            self._added[sequence.request_id] = added
+            if len(added.ids):
+                parts.append((b, added))
+        if not parts:
+            return None
+        return AddedEntries(
+            at=np.repeat(np.fromiter((b for b, _ in parts), np.int64), [len(added.ids) for _, added in parts]),
+            ids=np.concatenate([added.ids for _, added in parts]),
+            values=np.concatenate([added.values for _, added in parts]),
+        )
 
     def _penalties(self, rows: Sequence[RowPlan]) -> PenaltyEntries[Array] | None:
         penalised = [(b, row) for b, row in enumerate(rows) if has_penalties(row.sequence.sampling)]
@@ -175,25 +211,13 @@ class EditCollector:
         return history
 
 
-def added_entries(
-    rows: Sequence[RowPlan], eos_token_ids: Collection[int], vocab_size: int
-) -> AddedEntries[Array] | None:
-    """Each row's logit_bias, and -inf for its stop ids while it has fewer than `min_tokens` output tokens.
-
-    Ids outside the vocabulary have no logit to change.
-    """
-    entries: dict[tuple[int, int], float] = {}
-    for b, row in enumerate(rows):
-        sampling = row.sequence.sampling
-        if sampling.logit_bias:
-            entries |= {(b, token_id): bias for token_id, bias in sampling.logit_bias.items()}
-        if num_generated(row) < sampling.min_tokens:
-            entries |= {(b, token_id): -np.inf for token_id in stop_ids(sampling, eos_token_ids)}
-    kept = [(b, token_id, value) for (b, token_id), value in entries.items() if 0 <= token_id < vocab_size]
-    if not kept:
-        return None
-    at, ids, values = zip(*kept, strict=True)
-    return AddedEntries(np.array(at, np.int64), np.array(ids, np.int64), np.array(values, np.float32))
+def _own_entries(
+    sampling: SamplingParams, vocab_size: int, *, masked: Collection[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and values of one row's entries. Ids outside the vocabulary have no logit to change."""
+    entries = {**sampling.logit_bias, **dict.fromkeys(masked, -np.inf)}
+    kept = {token_id: value for token_id, value in entries.items() if 0 <= token_id < vocab_size}
+    return np.fromiter(kept, np.int64, len(kept)), np.fromiter(kept.values(), np.float32, len(kept))
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> set[int]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from punica_core.engine import logit_edits
 from punica_core.engine.logit_edits import EditCollector, apply_edits
 from punica_core.engine.sampler import Sampler
+from punica_core.protocol import SamplingParams
 from punica_core.scheduler.plan import RowPlan
 from tests.support.sampling import next_row, sampling_row, token_ids
 
@@ -145,6 +149,39 @@ def test_a_bias_does_not_unmask_a_stop_id() -> None:
     scores = edited(logits, [row], eos_token_ids=(10,))
     assert scores[0, 10] == -torch.inf
     assert scores[0, 12] == logits[0, 12] + 1
+
+
+def test_biases_over_many_steps_equal_those_from_scratch_and_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is kept of a row: until min_tokens are there, while it has a row, and while its request_id is its own."""
+    looked_at: list[int] = []
+    own_entries = logit_edits._own_entries
+
+    def counted(sampling: SamplingParams, *arguments: Any, **masked: Any) -> Any:
+        looked_at.append(len(sampling.logit_bias))
+        return own_entries(sampling, *arguments, **masked)
+
+    live = [
+        sampling_row(0, min_tokens=10, logit_bias={5: 1.0, 10: 9.0}).sequence,
+        sampling_row(1, logit_bias={token: 0.5 for token in range(50, 150)}).sequence,
+        sampling_row(2, logit_bias={VOCAB_SIZE: 1.0}).sequence,
+        sampling_row(3).sequence,
+    ]
+    collector = EditCollector([10])
+    for step in range(20):
+        if step == 5:
+            live[1] = sampling_row(1, logit_bias={7: -1.0}).sequence
+        rows = [next_row(sequence) for sequence in live if sequence is not live[0] or step != 15]
+        logits = some_logits(len(rows))
+        expected = edited(logits, rows, eos_token_ids=(10,))
+        with monkeypatch.context() as patch:
+            patch.setattr(logit_edits, "_own_entries", counted)
+            assert torch.equal(edited(logits, rows, collector), expected)
+        assert not torch.equal(expected, logits)
+        for sequence in live:
+            sequence.token_ids.append(3)
+    assert sorted(looked_at) == [1, 1, 2, 2, 2, 100]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
