@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -167,6 +168,7 @@ def test_other_threads_run_while_many_ids_are_decoded() -> None:
         def count() -> None:
             while not done.is_set():
                 counts[0] += 1
+                time.sleep(0)  # one turn at a time
 
         other = threading.Thread(target=count)
         other.start()
@@ -180,4 +182,4 @@ def test_other_threads_run_while_many_ids_are_decoded() -> None:
         return counts[1]
 
     held = turns(lambda: tokenizer._rust.decode(ids))
-    assert turns(lambda: tokenizer.decode(ids)) > 10 * held + 100
+    assert turns(lambda: tokenizer.decode(ids)) > 10 * (held + 1)
