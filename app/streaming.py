@@ -20,6 +20,8 @@ from app.flight import ClientGone, Flight, SequenceStream
 from app.formats import DONE, Format, Head
 from app.generation import Job
 from app.output_text import OutputText, Piece
+from app.parsing import collector_paused
+from app.tokenizer import LONG_TEXT
 from punica_core.errors import PunicaError
 
 _EVENT_HEADERS = [
@@ -28,6 +30,8 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _KEEP_ALIVE = b": keep-alive\n\n"
+_LOGPROB_COST = 32
+"""Characters of text that take as long to write as one logprob."""
 
 
 class GenerationResponse(Response):
@@ -61,6 +65,7 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
         self._keep_alive = keep_alive
         self._retry_after = retry_after
+        self._begun: set[int] = set()  # choices that a stream has told something of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.get_running_loop().create_task(_watch_disconnect(receive, self._flight))
@@ -85,7 +90,8 @@ class GenerationResponse(Response):
             for index, piece in self._read(changed, started=False):
                 pieces[index].append(piece)
         self._begin()
-        body = self._answer.whole(self._job, self._outputs, pieces)
+        cost = sum(_cost(piece) for parts in pieces for piece in parts) + sum(map(_prompt_cost, self._outputs))
+        body = await _write(cost, lambda: self._answer.whole(self._job, self._outputs, pieces))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -103,7 +109,7 @@ class GenerationResponse(Response):
                 if changed and not begun:
                     begun = True
                     self._begin()
-                events = b"".join([self._answer.chunks(index, piece) for index, piece in pieces if not piece.is_empty])
+                events = await self._written(pieces)
                 if events or not changed:
                     await send({"type": "http.response.body", "body": events or _KEEP_ALIVE, "more_body": True})
                     silence.broken()
@@ -111,6 +117,16 @@ class GenerationResponse(Response):
             silence.end()
         last = self._answer.usage_chunk(self._job, self._outputs) + DONE if self._include_usage else DONE
         await send({"type": "http.response.body", "body": last})
+
+    async def _written(self, pieces: list[tuple[int, Piece]]) -> bytes:
+        """The events of pieces. A slow client's may have gathered, and a choice's first has its prompt's logprobs."""
+        told = [(index, piece) for index, piece in pieces if not piece.is_empty]
+        cost = sum(_cost(piece) for _, piece in told)
+        for index, _ in told:
+            if index not in self._begun:
+                self._begun.add(index)
+                cost += _prompt_cost(self._outputs[index])
+        return await _write(cost, lambda: b"".join([self._answer.chunks(index, piece) for index, piece in told]))
 
     def _begin(self) -> None:
         keys = (output.stream.adapter_key for output in self._outputs)
@@ -137,6 +153,32 @@ class GenerationResponse(Response):
             return
         events = b"data: " + error_body(failed.error) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": events})
+
+
+async def _write(cost: int, write: Callable[[], bytes]) -> bytes:
+    """What `write` returns: on a thread if it would hold the event loop, and without looking for garbage among the
+    millions of objects that logprobs can be."""
+    if cost <= LONG_TEXT:
+        return write()
+
+    def written() -> bytes:
+        with collector_paused():
+            return write()
+
+    return await asyncio.to_thread(written)
+
+
+def _cost(piece: Piece) -> int:
+    """Of writing it as JSON, in characters of text. All entries have as many alternatives."""
+    entries = piece.logprobs
+    return len(piece.text) + (_LOGPROB_COST * len(entries) * (1 + len(entries[0].top)) if entries else 0)
+
+
+def _prompt_cost(output: OutputText) -> int:
+    """The same of the prompt's logprobs, of which the first is None."""
+    entries = output.stream.prompt_logprobs
+    last = entries[-1] if entries else None
+    return _LOGPROB_COST * len(entries) * (1 + len(last.top)) if entries and last is not None else 0
 
 
 class _Failed(Exception):

@@ -12,6 +12,7 @@ stands for the missing terminal outputs.
 from __future__ import annotations
 
 import enum
+import gc
 
 import msgspec
 
@@ -19,6 +20,7 @@ from punica_core.config import EngineConfig, EngineLayout
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+_LARGE_BODY = 1 << 18
 
 
 class FinishReason(enum.StrEnum):
@@ -258,4 +260,11 @@ def decode_command(body: bytes) -> Command:
 
 def decode_event(body: bytes) -> Event:
     """Decode a frame's body; a wrong type or unknown tag raises `msgspec.ValidationError` with its path."""
-    return _event_decoder.decode(body)
+    was_enabled = len(body) > _LARGE_BODY and gc.isenabled()
+    if was_enabled:
+        gc.disable()  # or it looks again and again at the millions of new tuples of a long prompt's logprobs
+    try:
+        return _event_decoder.decode(body)
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from tokenizers import normalizers
 
+from app.formats import CompletionFormat
 from app.messages import FunctionCall
 from app.schemas import ChatRequest, CompletionRequest, parse
 from app.tokenizer import LONG_TEXT, Tokenizer
+from punica_core import protocol
 from punica_core.errors import InvalidRequest
+from punica_core.protocol import TokenLogprobs
 from tests.app.conftest import BASE, MakeServer
 from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer
 
@@ -183,3 +186,48 @@ def test_other_threads_run_while_many_ids_are_decoded() -> None:
 
     held = turns(lambda: tokenizer._rust.decode(ids))
     assert turns(lambda: tokenizer.decode(ids)) > 10 * (held + 1)
+
+
+@pytest.mark.parametrize("length", [2, 400])
+@pytest.mark.parametrize(
+    "asked", [{"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "stream": True}]
+)
+async def test_many_logprobs_are_written_on_a_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], length: int
+) -> None:
+    written_by: set[threading.Thread] = set()
+    for name in ("whole", "chunks"):
+        write = getattr(CompletionFormat, name)
+
+        def watched(answer: CompletionFormat, *arguments: Any, write: Any = write) -> bytes:
+            written_by.add(threading.current_thread())
+            return bytes(write(answer, *arguments))
+
+        monkeypatch.setattr(CompletionFormat, name, watched)
+    async with make_server() as server:
+        response = await server.complete(prompt=[65] * length, max_tokens=1, **asked)
+    assert response.status_code == 200
+    assert response.text.count("-0.") >= length
+    assert (threading.current_thread() not in written_by) is (length == 400)
+
+
+def test_many_logprobs_are_received_without_collecting_garbage() -> None:
+    entries = [TokenLogprobs(1, -0.5, [(token, -0.5) for token in range(20)]) for _ in range(2000)]
+    frame = protocol.encode(protocol.Outputs([protocol.SequenceOutput(1, prompt_logprobs=[None, *entries])]))
+    collections: list[str] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    def received(decode: Callable[[bytes], object]) -> int:
+        gc.collect()
+        gc.callbacks.append(watch)
+        try:
+            collections.clear()
+            decode(frame[4:])
+            return len(collections)
+        finally:
+            gc.callbacks.remove(watch)
+
+    assert received(protocol.decode_event) <= 2 < received(protocol._event_decoder.decode)
+    assert gc.isenabled()
