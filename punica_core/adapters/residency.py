@@ -111,6 +111,16 @@ class ResidencyTable:
     def num_residents(self) -> int:
         return len(self._lru)
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of residents without pins; some may have a claim on their place."""
+        return self._idle_bytes
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more load finds a slot without anybody's leaving."""
+        return len(self._free_slots) > self._slots_promised()
+
     def presence(self, ref: AdapterRef, now: float) -> Presence:
         """Where the version stands at `now`."""
         resident = self._versions.get(ref)
@@ -307,7 +317,7 @@ class ResidencyTable:
 
     def _choose_leaving(self, nbytes: int, now: float) -> tuple[Resident, ...] | None:
         room = self.budget_bytes - self._charged_bytes
-        has_slot = len(self._free_slots) > self._slots_promised()
+        has_slot = self.has_free_slot
         if room + self._idle_bytes < nbytes:  # the usual "no" costs no walk
             return None
         leaving: list[Resident] = []

@@ -3,7 +3,9 @@
     disk ──AdapterCache──▶ host memory ──ArenaWriter, on a thread and a stream of its own──▶ arena + tables
 
 `acquire`, `release` and `poll` never wait, neither for a thread's work nor for the device. A load goes: host copy
-pinned → room found, on the copying thread → resident, not yet granted → copied → host copy released → granted.
+pinned → room found, on the copying thread → resident, not yet granted → copied → host copy released → granted. One that
+finds no room is told so at every `acquire` until there is some, which that `acquire` takes for it: between the two the
+scheduler counts how long it waits, and what it frees for one adapter no other can pin first.
 
 When memory may be overwritten: a pin lasts from `acquire` until the scheduler has processed the last step that uses the
 slot, so an adapter without pins is read by no step, queued or running. Only such adapters are evicted, and only their
@@ -49,13 +51,25 @@ _RETRY_ROOM_SECONDS = 0.25
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
-    """One load. weights: pinned in the host tier by `ref` until the job has ended."""
+    """One load. weights: pinned in the host tier by `ref` until the job has ended. runs: room for it that is taken and
+    not its resident's yet."""
 
     ref: AdapterRef
     weights: AdapterWeights
     started_at: float
+    runs: tuple[Run, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Denied:
+    """A version that found no room for parts of these sizes. num_releases, retry_at: while there were no more releases,
+    and until then, nothing has happened that could have made some."""
+
+    part_sizes: Sequence[int]
+    num_releases: int
+    retry_at: float
 
 
 class _Closed(Exception):
@@ -101,7 +115,7 @@ class GpuAdapterTier:
         )
         self._runs: dict[int, tuple[Run, ...]] = {}  # by slot
         self._copying: set[int] = set()  # slots of residents that are not there yet; each has a pin of ours
-        self._denied: OrderedDict[AdapterRef, tuple[int, float]] = OrderedDict()
+        self._denied: OrderedDict[AdapterRef, _Denied] = OrderedDict()
         self._num_releases = 0
         self._failures: dict[AdapterRef, PunicaError] = {}
         self._loads: list[AdapterLoad] = []
@@ -185,7 +199,8 @@ class GpuAdapterTier:
         """Begin or continue a load; the reason to wait."""
         if self._table.presence(ref, now) is Presence.LOADING:
             return SkipReason.ADAPTER_LOADING
-        if self._is_denied(ref, now):
+        denied = self._denied.get(ref)
+        if denied is not None and not self._fits_now(ref, denied, now):
             return SkipReason.ADAPTER_NO_ROOM
         answer = self._host.acquire(ref)
         if isinstance(answer, SkipReason):
@@ -194,17 +209,28 @@ class GpuAdapterTier:
             self._host.release(ref)
             return SkipReason.ADAPTER_LOADING
         self._table.begin(ref, now)
-        self._queue.append(_Job(ref, self._host.weights(answer.slot), now))
+        job = _Job(ref, self._host.weights(answer.slot), now)
+        if denied is not None:
+            del self._denied[ref]
+            job.runs = self._take_room(ref, denied.part_sizes, now)
+        self._queue.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_jobs, name="adapter-copier", daemon=True)
             self._thread.start()
         self._has_work.notify()
         return SkipReason.ADAPTER_LOADING
 
-    def _is_denied(self, ref: AdapterRef, now: float) -> bool:
-        """Whether it found no room, and nothing has happened since that could have made some."""
-        releases, retry_at = self._denied.get(ref, (-1, 0.0))
-        return releases == self._num_releases and now < retry_at
+    def _fits_now(self, ref: AdapterRef, denied: _Denied, now: float) -> bool:
+        """Whether there is room for what found none."""
+        if denied.num_releases == self._num_releases and now < denied.retry_at:
+            return False
+        if self._leaving_for(denied.part_sizes, now) is not None:
+            return True
+        self._denied[ref] = self._denial(denied.part_sizes, now)
+        return False
+
+    def _denial(self, part_sizes: Sequence[int], now: float) -> _Denied:
+        return _Denied(part_sizes, self._num_releases, now + _RETRY_ROOM_SECONDS)
 
     def _announce(self) -> None:
         """Wake who waits for the end of a load; takes no lock."""
@@ -269,7 +295,6 @@ class GpuAdapterTier:
         """Find room and enter the adapter into the books, pinned; None if there is nothing to copy."""
         self._check_open()
         now = self._clock()
-        self._denied.pop(job.ref, None)
         joined = self._table.join(job.ref, job.weights.key)
         if joined is not None:
             self._free(joined)
@@ -280,17 +305,17 @@ class GpuAdapterTier:
                 f"it needs {nbytes} bytes as {self._dtype} on the GPU, all adapters together may have "
                 f"{self._table.budget_bytes}; raise --adapter-gpu-bytes."
             )
-        runs = self._find_room(layout.part_sizes, now)
-        if runs is None:
+        if job.runs is None:
+            job.runs = self._take_room(job.ref, layout.part_sizes, now)
+        if job.runs is None:
             self._table.abandon(job.ref)
-            self._denied[job.ref] = (self._num_releases, now + _RETRY_ROOM_SECONDS)
+            self._denied[job.ref] = self._denial(layout.part_sizes, now)
             if len(self._denied) > MAX_REMEMBERED:
                 self._denied.popitem(last=False)
             return None
-        reserved = self._table.reserve(job.ref, nbytes, now)
-        assert reserved, "what fits the arena fits the books"
+        assert sum(run.length for run in job.runs) == layout.num_elements, "the same files, the same layout"
         resident, gone = self._table.commit(job.ref, job.weights.key, now)
-        self._runs[resident.slot] = runs
+        self._runs[resident.slot], job.runs = job.runs, None
         if resident in gone:  # it was forgotten on the way
             self._free([resident])
             return None
@@ -298,12 +323,27 @@ class GpuAdapterTier:
         self._copying.add(resident.slot)
         return resident
 
-    def _find_room(self, part_sizes: Sequence[int], now: float) -> tuple[Run, ...] | None:
-        """Ranges of the arena for an adapter, and a slot, evicting as few idle adapters as it takes, oldest first."""
+    def _take_room(self, ref: AdapterRef, part_sizes: Sequence[int], now: float) -> tuple[Run, ...] | None:
+        """Ranges of the arena for a version that loads, in the books too; None if there is no room."""
+        leaving = self._leaving_for(part_sizes, now)
+        if leaving is None:
+            return None
+        for resident in leaving:
+            self._evict(resident)
+        runs = self.arena.free.take_parts(part_sizes)
+        reserved = self._table.reserve(ref, sum(part_sizes) * self._dtype.itemsize, now)
+        assert reserved, "what fits the arena fits the books"
+        return runs
+
+    def _leaving_for(self, part_sizes: Sequence[int], now: float) -> list[Resident] | None:
+        """As few idle adapters as it takes, oldest first, to make room for an adapter, and a slot; None if all are not
+        enough."""
         total = sum(part_sizes)
+        if self.arena.free.num_free + self._table.idle_bytes // self._dtype.itemsize < total:
+            return None  # the usual "no" costs no walk
         victims: list[Resident] = []
         trial = self.arena.free.copy()
-        needs_slot = self._table.num_residents == self._table.num_slots
+        needs_slot = not self._table.has_free_slot
         idle = self._table.evictable(now)
         while needs_slot or trial.num_free < total or trial.copy().take_parts(part_sizes) is None:
             victim = next(idle, None)
@@ -312,9 +352,7 @@ class GpuAdapterTier:
             needs_slot = False
             victims.append(victim)
             trial.give_runs(self._runs[victim.slot])
-        for victim in victims:
-            self._evict(victim)
-        return self.arena.free.take_parts(part_sizes)
+        return victims
 
     def _evict(self, resident: Resident) -> None:
         self._table.evict(resident)
@@ -341,6 +379,10 @@ class GpuAdapterTier:
         """Book the end of a load."""
         with self._lock:
             now = self._clock()
+            if job.runs is not None:
+                self.arena.free.give_runs(job.runs)
+                job.runs = None
+                self._num_releases += 1
             found = self._table.find(job.ref)
             if error is not None:
                 self._table.fail(job.ref, error, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from punica_core.protocol import AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
 from tests.support.memory_adapters import (
     NUM_ELEMENTS,
+    PATIENCE,
     MemoryAdapters,
     add,
     arena_elements,
@@ -73,12 +75,71 @@ def test_who_found_no_room_costs_nothing_until_something_is_released(
     a, b = add(adapters, 2)
     granted(tier, a)
     assert settle(tier, b) is SkipReason.ADAPTER_NO_ROOM
-    searches = count_calls(monkeypatch, GpuAdapterTier, "_find_room")
+    searches = count_calls(monkeypatch, GpuAdapterTier, "_leaving_for")
     assert {tier.acquire(b) for _ in range(100)} == {SkipReason.ADAPTER_NO_ROOM}
     assert searches == []
     tier.release(a)
     granted(tier, b)
-    assert len(searches) == 1
+    assert searches
+
+
+def test_who_found_no_room_is_told_so_until_there_is_some(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+    """The scheduler counts for how long it is: any other answer would begin that anew."""
+    now = [0.0]
+    tier = make_tier(NUM_ELEMENTS, clock=lambda: now[0])
+    a, b = add(adapters, 2)
+    for _ in range(20):
+        granted(tier, a)
+    assert settle(tier, b) is SkipReason.ADAPTER_NO_ROOM
+    for _ in range(19):
+        tier.release(a)
+        now[0] += 1.0
+        assert tier.acquire(b) is SkipReason.ADAPTER_NO_ROOM
+    tier.release(a)
+    assert tier.acquire(b) is SkipReason.ADAPTER_LOADING
+    granted(tier, b)
+
+
+def test_room_that_was_waited_for_is_taken_at_once(
+    make_tier: MakeTier, adapters: MemoryAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(NUM_ELEMENTS)
+    a, b = add(adapters, 2)
+    granted(tier, a)
+    assert settle(tier, b) is SkipReason.ADAPTER_NO_ROOM
+    may_go_on = threading.Event()
+    bring = GpuAdapterTier._bring
+
+    def slow_bring(tier: GpuAdapterTier, job: Any) -> None:
+        may_go_on.wait(PATIENCE)
+        bring(tier, job)
+
+    monkeypatch.setattr(GpuAdapterTier, "_bring", slow_bring)
+    tier.release(a)
+    assert tier.acquire(b) is SkipReason.ADAPTER_LOADING
+    assert not isinstance(tier.acquire(a), AdapterGrant), "it left when its room was given away"
+    may_go_on.set()
+    assert_stored(tier, granted(tier, b).slot, adapters.weights(b))
+
+
+def test_room_that_is_not_needed_after_all_is_given_back(
+    make_tier: MakeTier, adapters: MemoryAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(NUM_ELEMENTS)
+    a, b = add(adapters, 2)
+    granted(tier, a)
+    assert settle(tier, b) is SkipReason.ADAPTER_NO_ROOM
+
+    def fail(tier: GpuAdapterTier, job: Any) -> None:
+        raise AdapterTooLarge("it was not to be.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GpuAdapterTier, "_bring", fail)
+        tier.release(a)
+        assert tier.acquire(b) is SkipReason.ADAPTER_LOADING
+        wait_until(lambda: bool(tier.poll(time.monotonic())))
+    assert tier.arena.free.num_free == NUM_ELEMENTS
+    granted(tier, a)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
