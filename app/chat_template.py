@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -19,6 +19,9 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from punica_core.errors import ConfigError, InvalidRequest
+
+MAX_RENDERED_LENGTH = 1 << 24
+"""Characters of a prompt's text: twice what the largest body holds by default."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -116,18 +119,27 @@ class ChatTemplate:
             messages = _mark_end(messages)
         scope: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         scope |= {"messages": messages, "add_generation_prompt": add_generation_prompt and not continue_final_message}
-        text = _rendered(self._template.render, scope)
+        text = _rendered(self._template, scope)
         return _cut_at_mark(text) if continue_final_message else text
 
 
-def _rendered(render: Callable[..., str], scope: Mapping[str, Any]) -> str:
+def _rendered(template: jinja2.Template, scope: Mapping[str, Any]) -> str:
+    pieces, size = [], 0
     try:
-        return render(scope)
+        for piece in template.generate(scope):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_RENDERED_LENGTH:  # a template may repeat a long variable for each of many messages
+                raise InvalidRequest(
+                    f"The chat template makes more than {MAX_RENDERED_LENGTH} characters of these messages.",
+                    param="messages",
+                )
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"The chat template refuses these messages: {error}.", param="messages") from None
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
         # A template is a program of the model's author; what it cannot digest is the request's fault here.
         raise InvalidRequest(f"The chat template cannot render these messages: {error}.", param="messages") from None
+    return "".join(pieces)
 
 
 _END_MARK = "\u241fEND_OF_FINAL_MESSAGE\u241f"

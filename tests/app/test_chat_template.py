@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from app import tokenizer_files
-from app.chat_template import ChatTemplate
+from app.chat_template import MAX_RENDERED_LENGTH, ChatTemplate
 from app.tokenizer import Tokenizer
 from app.tokenizer_files import tokenizer_folder
 from punica_core.errors import ConfigError, InvalidRequest
@@ -145,6 +146,19 @@ def test_variables_of_a_request_do_not_replace_the_messages() -> None:
         [{"role": "user", "content": "mine"}], variables={"messages": [{"content": "theirs"}]}
     )
     assert rendered == "mine"
+
+
+def test_a_variable_repeated_for_each_message_has_an_end() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", SPECIAL)
+    long, many = "x" * (MAX_RENDERED_LENGTH // 1024), [{"role": "user", "content": ""}] * 1024
+    assert template.render(many, variables={"bos_token": long}) == "x" * MAX_RENDERED_LENGTH
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="more than 16777216 characters"):
+            template.render([*many, {"role": "user", "content": "."}] * 100, variables={"bos_token": long})
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_RENDERED_LENGTH  # of 100
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_broken_template_is_a_configuration_error() -> None:
