@@ -8,6 +8,7 @@ import functools
 from typing import Any
 from uuid import uuid4
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.api_errors import plain_error_response
@@ -26,6 +27,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     A timer runs while a request is awaited on a new connection or is arriving; one that does not arrive in time is
     answered 408, and its connection closed. Between requests uvicorn's keep-alive timer runs instead.
+
+    A client's wish for another protocol is ignored, as HTTP allows (RFC 9110, 7.8): those of Java ask for HTTP/2 first.
     """
 
     def __init__(self, *arguments: Any, request_timeout: float, **options: Any) -> None:
@@ -35,6 +38,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0  # of what the parser has told us, and of what it still holds
         self._refusal: tuple[int, str, str | None] | None = None
+        self._repeats_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,32 +52,73 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self._arm()  # also for bytes that begin no request
         was_in_head = self._in_head
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if was_in_head and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > 2 * MAX_HEAD_BYTES:  # a line without end, of which the parser tells nothing
                 self._refusal = _HEAD_TOO_LARGE
                 self.send_400_response("")
 
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._ignore_upgrade()
+            else:
+                return
+
+    def _ignore_upgrade(self) -> None:
+        """The parser ends with a head that wishes for another protocol. A new one is told how long the body is."""
+        framing = self._framing()
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        if framing:
+            self._repeats_head = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%b: %b\r\n" % pair for pair in framing) + b"\r\n")
+            self._repeats_head = False
+
+    def _framing(self) -> list[tuple[bytes, bytes]]:
+        """The headers that say how long the body is; the parser has checked them."""
+        return [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+
+    def _should_upgrade(self) -> bool:
+        return False
+
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         self._in_head = True
         self._head_bytes = 0
         self._arm()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._repeats_head:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeats_head:
+            return
         self._count(len(name) + len(value) + len(": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._repeats_head:
+            return
         self._in_head = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._framing():
+            return  # only the head is complete
         self._disarm()
         super().on_message_complete()
 

@@ -117,3 +117,35 @@ def test_nothing_is_written_into_an_answer_that_is_on_its_way(server: Process) -
     assert received.startswith(b"HTTP/1.1 200")
     assert received.count(b"HTTP/1.1 ") == 1
     assert b"no valid HTTP" not in received
+
+
+UPGRADES = [
+    b"",
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n",
+    b"connection: upgrade\r\nupgrade: websocket\r\n",
+]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["none", "h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("size", [1, 150, 10_000])
+def test_a_wish_for_another_protocol_is_ignored(server: Process, upgrade: bytes, chunked: bool, size: int) -> None:
+    """As Java's client sends it; in parts of every size, with further requests behind it."""
+    body = json.dumps({"model": BASE, "prompt": "upgraded", "max_tokens": 4}).encode()
+    framing = b"transfer-encoding: chunked\r\n" if chunked else b"content-length: %d\r\n" % len(body)
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + upgrade + framing + b"\r\n" + sent
+    get = b"GET /ready HTTP/1.1\r\nhost: x\r\n" + upgrade
+    requests = post + get + b"\r\n" + post + get + b"connection: close\r\n\r\n"
+    answers = exchange(server, *(requests[at : at + size] for at in range(0, len(requests), size)))
+    assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 200 ") == 4
+    assert answers.count(b'"text":"upgr') == 2
+    assert answers.count(b'{"status":"ready"}') == 2
+
+
+def test_a_body_that_follows_a_wish_for_another_protocol_has_its_bound(server: Process) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + UPGRADES[1]
+    status, error = error_in(exchange(server, head + b"content-length: 9\r\n\r\n{"))
+    assert (status, error["code"]) == (408, "request_timeout")
+    status, error = error_in(exchange(server, head + b"transfer-encoding: chunked\r\n\r\nzz\r\n"))
+    assert status == 400
