@@ -16,7 +16,7 @@ from torch import Tensor
 from punica_core.config import BLOCK_SIZE, EngineConfig
 from punica_core.engine import device_memory, noise
 from punica_core.engine.device_runner import DeviceRunner
-from punica_core.engine.device_sampler import DeviceSampler
+from punica_core.engine.device_sampler import DeviceSampler, scratch_bytes
 from punica_core.engine.forward import ModelForward
 from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.memory_plan import MemoryDemand, MemoryPlan, graph_bytes, plan_gpu_memory
@@ -36,6 +36,7 @@ from punica_core.model.loader import LoadedModel
 from punica_core.ops import cuda
 from punica_core.ops.build import BuildError
 from punica_core.ops.layout import MAX_RANK
+from punica_core.scheduler.limits import max_scored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,13 @@ def prepare_compiler() -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
 
 
+def logits_bytes(num_rows: int, max_num_batched_tokens: int, vocab_size: int, itemsize: int) -> int:
+    """Of the graphs' output [num_rows, V], what sampling so many rows takes for a while, and the logits of scored
+    prompt tokens, which are kept until a step is collected: of two steps, as one runs ahead."""
+    num_scored = min(max_scored_tokens(vocab_size), max_num_batched_tokens)
+    return (num_rows + 2 * num_scored) * vocab_size * itemsize + scratch_bytes(num_rows, vocab_size)
+
+
 class _Builder:
     """The parts, first with a cache and an arena that only just suffice to measure a step, then with the real ones."""
 
@@ -175,9 +183,10 @@ class _Builder:
 
     @property
     def logits_bytes(self) -> int:
-        """Of the graphs' output, and of one copy in fp32, which rows that edit their logits need."""
+        """Of the logits that outlast the layers, and of what sampling takes beside them."""
         rows = max(self._max_seqs, self.sizes.largest.num_logits)
-        return rows * self._loaded.vocab_size * (int(self._loaded.dtype.itemsize) + 4)
+        dtype, vocab_size = self._loaded.dtype, self._loaded.vocab_size
+        return logits_bytes(rows, self._config.max_num_batched_tokens, vocab_size, int(dtype.itemsize))
 
     @property
     def table_bytes(self) -> int:

@@ -13,6 +13,11 @@ FAIRNESS_SECONDS = 1.0
 """Default of `overtake_limit` and `adapter_wait_limit`."""
 
 
+def max_scored_tokens(vocab_size: int) -> int:
+    """Prompt tokens of a step whose logits take no more than `SCORED_LOGITS_BYTES`, at least one."""
+    return max(1, SCORED_LOGITS_BYTES // (4 * vocab_size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """max_num_seqs: most running sequences. max_num_batched_tokens: token budget of one step.
@@ -50,7 +55,7 @@ class SchedulerLimits:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=layout.max_model_len,
-            max_scored_tokens=max(1, SCORED_LOGITS_BYTES // (4 * layout.vocab_size)),
+            max_scored_tokens=max_scored_tokens(layout.vocab_size),
             eos_token_ids=frozenset(layout.eos_token_ids),
             block_size=layout.block_size,
         )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from punica_core.config import BLOCK_SIZE, EngineConfig
 from punica_core.engine.device_memory import bytes_elsewhere, held_bytes, peak_bytes, total_bytes
+from punica_core.engine.gpu_build import logits_bytes
 from punica_core.engine.memory_plan import (
     ADAPTER_SHARE,
     MIN_ADAPTER_BYTES,
@@ -220,3 +221,13 @@ def test_the_peak_of_a_step_is_what_it_allocates_though_it_frees_it() -> None:
     assert 128 * MIB <= peak < 160 * MIB
     assert held_bytes(device) < kept.nbytes + 128 * MIB
     assert 0 < bytes_elsewhere(device) < total_bytes(device)
+
+
+def test_logits_that_outlast_their_step_are_counted() -> None:
+    vocab_size = 128_256
+    graphs = 256 * vocab_size * 2
+    in_fp32 = 2 * graphs  # rows with logit_bias or penalties
+    assert logits_bytes(256, 1, vocab_size, 2) >= graphs + in_fp32
+    scored = logits_bytes(256, 2048, vocab_size, 2) - logits_bytes(256, 1, vocab_size, 2)
+    assert 255 * MIB < scored < 256 * MIB, "128 MiB in 16 bits, of two steps"
+    assert logits_bytes(256, 2048, vocab_size, 2) == logits_bytes(256, 100_000, vocab_size, 2)
