@@ -122,6 +122,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_message_complete()
 
+    def shutdown(self) -> None:
+        """The server stops. A request that is still arriving would be refused when it is there: nobody waits for it."""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_complete and not self._is_answering:
+            self._refusal = (503, "The server is shutting down and takes no new requests.", "draining")
+            self.send_400_response("")
+        else:
+            super().shutdown()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what has arrived and close. In the middle of an earlier answer there is nothing to say."""
         if not self._is_answering:

@@ -189,6 +189,23 @@ async def test_an_idle_server_takes_no_grace_time(model_dir: Path) -> None:
         assert await server.exit_code() == 0
 
 
+async def test_sigterm_does_not_wait_for_a_request_that_is_arriving(model_dir: Path) -> None:
+    with running(model_dir, "--drain-timeout", "1000", step_seconds=0.01) as server:
+        address = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n{")
+        assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # the route reads
+        async with server.openai() as client:
+            stream = await client.completions.create(model=BASE, prompt="a", max_tokens=60, stream=True)
+            server.process.send_signal(signal.SIGTERM)
+            refusal = await reader.read()
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == "a" * 60
+        writer.close()
+        assert b"HTTP/1.1 503 " in refusal
+        assert b'"code":"draining"' in refusal
+        assert await server.exit_code() == 0
+
+
 async def test_a_port_in_use_is_known_before_the_model_is_loaded(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = await asyncio.create_subprocess_exec(
