@@ -26,6 +26,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from app.settings import YAML_VALUE_ERRORS
 from punica_core.adapters.files import signature_of
 from punica_core.errors import ConfigError, InvalidApiKey
 from punica_core.protocol import FileSignature
@@ -42,9 +43,6 @@ MAX_FILE_BYTES = 4 * 2**20
 _BEARER = re.compile(rb"bearer +([\x21-\x7e]{1,4096}) *", re.IGNORECASE)
 _TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-
-_CONSTRUCTOR_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What YAML's constructors raise, besides its own errors, for values that are not of the type they are tagged with."""
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
@@ -234,7 +232,7 @@ def read_keys(file: Path) -> list[tuple[bytes, ApiKey]]:
         raise ConfigError(f"{file} is not valid YAML{place}.", param="api_keys_file") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}.", param="api_keys_file") from None
-    except _CONSTRUCTOR_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
+    except YAML_VALUE_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
         raise ConfigError(f"{file} has a value that YAML cannot read.", param="api_keys_file") from None
     return [(_digest(entry.key, f"{file}: key of {entry.name!r}"), _api_key(entry)) for entry in document.keys]
 

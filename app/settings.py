@@ -22,6 +22,8 @@ from punica_core.config import Device, DType, EngineConfig, LoadFormat, LogLevel
 from punica_core.errors import ConfigError
 
 ENV_PREFIX = "PUNICA_"
+YAML_VALUE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What YAML's constructors raise, besides its own errors, for values that are not of the type they are tagged with."""
 
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -174,6 +176,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}.") from None
+    except YAML_VALUE_ERRORS:
+        raise ConfigError(f"{path} has a value that YAML cannot read.") from None  # it may be a secret
     if document is None:
         return {}
     if not isinstance(document, dict):

@@ -174,6 +174,14 @@ def test_a_file_that_is_no_yaml_is_told_by_line_and_column(tmp_path: Path) -> No
         load({}, {}, file)
 
 
+@pytest.mark.parametrize("value", ["!!bool SECRET", "!!timestamp SECRET", "!!int ''", "2001-99-99"])
+def test_a_value_that_its_tag_does_not_fit_is_refused_and_not_repeated(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text(f"api_key: {value}\n")
+    with pytest.raises(ConfigError, match=r"punica\.yaml has a value that YAML cannot read\.$"):
+        load({}, {}, file)
+
+
 def test_a_file_that_is_no_text_is_not_valid(tmp_path: Path) -> None:
     file = tmp_path / "punica.yaml"
     file.write_bytes(b"\xff\xfe\xfa")
