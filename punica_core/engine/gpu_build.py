@@ -94,10 +94,10 @@ def build_gpu_parts(
         total=device_memory.total_bytes(device),
         elsewhere=device_memory.bytes_elsewhere(device),
         weights=loaded.base_bytes,
-        activations=activations,
+        activations=activations + builder.mask_bytes,
         workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes + builder.table_bytes,
         graphs=graph_bytes(sizes.num_graphs * (2 if config.lora else 1), loaded.kv_shape.num_layers),
-        block_bytes=kv_bytes_per_block(loaded),
+        block_bytes=kv_bytes_per_block(loaded) + builder.gathered_block_bytes,
         max_model_len=loaded.max_model_len,
     )
     plan = plan_gpu_memory(config, demand)
@@ -189,6 +189,21 @@ class _Builder:
         return logits_bytes(rows, self._config.max_num_batched_tokens, vocab_size, int(dtype.itemsize))
 
     @property
+    def gathered_block_bytes(self) -> int:
+        """What attention in plain torch takes besides a KV block: at most twice its part in one layer, in a copy."""
+        if isinstance(self._attention, FlashInferAttention):
+            return 0
+        return 2 * kv_bytes_per_block(self._loaded) // self._loaded.kv_shape.num_layers
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of the masks of attention in plain torch, for a chunk of a prompt of full length: as bool and as numbers."""
+        if isinstance(self._attention, FlashInferAttention):
+            return 0
+        scores = self._config.max_num_batched_tokens * self._loaded.max_model_len
+        return scores * (1 + int(self._loaded.dtype.itemsize))
+
+    @property
     def table_bytes(self) -> int:
         """Of the adapters' tables."""
         return device_bytes(self.modules.count, NUM_SLOTS) if self._config.lora else 0
@@ -231,7 +246,15 @@ class _Builder:
             return
         rows, loaded = self.sizes.largest.num_logits, self._loaded
         logits: Tensor = torch.empty(rows, loaded.vocab_size, dtype=loaded.dtype, device=loaded.device)
-        runner.capture(self.sizes, logits, lambda share: on_progress("capturing CUDA graphs", 0.92 + 0.08 * share))
+        try:
+            runner.capture(self.sizes, logits, lambda share: on_progress("capturing CUDA graphs", 0.92 + 0.08 * share))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                "The GPU's memory was used up while CUDA graphs were captured; something else may have taken some "
+                f"meanwhile. Lower gpu_memory_fraction ({self._config.gpu_memory_fraction:g}) or max_num_seqs "
+                f"({self._config.max_num_seqs}), or set cuda_graphs to false. {error}",
+                param="gpu_memory_fraction",
+            ) from error
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self.modules, tables)

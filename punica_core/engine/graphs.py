@@ -105,8 +105,12 @@ class StepGraphs:
         run()  # compiles, tunes and loads what the capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._logits[: key.sizes.num_logits].copy_(run())
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._logits[: key.sizes.num_logits].copy_(run())
+        except Exception:
+            self._pool = torch.cuda.graph_pool_handle()  # a capture that broke off leaves the pool marked as in use
+            raise
         self._graphs[key] = graph
 
     def replay(self, key: GraphKey) -> Tensor:

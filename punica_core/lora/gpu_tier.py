@@ -241,9 +241,13 @@ class GpuAdapterTier:
         """The copying thread."""
         with torch.inference_mode():  # so it may write to tensors made under it
             while (job := self._next_job()) is not None:
-                self._finish(job, self._outcome(job))
-                self._host.release(job.ref)
-                self._announce()
+                error = self._outcome(job)
+                try:
+                    self._finish(job, error)
+                    self._host.release(job.ref)
+                    self._announce()
+                except Exception:  # whatever it is, the adapters behind it are to be copied
+                    _log.exception("unexpected failure after copying adapter %r", job.ref.name)
 
     def _next_job(self) -> _Job | None:
         with self._lock:
