@@ -19,7 +19,7 @@ from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
 
 ROW_SLOTS = np.array([0] * 5 + [1] * 7 + [-1], np.int32)
 HIDDEN, WIDE = 64, 48
-PRODUCTS = ("aten::mm", "aten::addmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
 
 
 class Mlp(nn.Module):  # type: ignore[misc]
