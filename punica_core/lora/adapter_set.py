@@ -11,6 +11,7 @@ from punica_core.lora.segments import Int32Array
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, num_module_elements
 from punica_core.lora.weight import LoRAWeight
 from punica_core.ops.layout import row_pitch
+from punica_core.ops.reference import read_record
 
 
 class AdapterSet:
@@ -36,6 +37,10 @@ class AdapterSet:
         for slot, modules in enumerate(converted):
             self._tables.write(slot, modules, self._arena)
         self._groups = tuple(self._tables.group(index, 1) for index in range(len(self.paths)))
+        self._modules: tuple[dict[int, ModuleWeights], ...] = tuple({} for _ in self.paths)
+        for slot, modules in enumerate(converted):
+            for index, weights in modules.items():
+                self._modules[index][slot] = self._stored(index, slot, weights)
 
     @property
     def arena(self) -> Tensor:
@@ -51,6 +56,17 @@ class AdapterSet:
     def nbytes(self) -> int:
         """Bytes of the matrices on the device."""
         return int(self.arena.nbytes)
+
+    def modules(self, index: int) -> Mapping[int, ModuleWeights]:
+        """Module `index` of each slot that adapts it, as views of the arena."""
+        return self._modules[index]
+
+    def _stored(self, index: int, slot: int, weights: ModuleWeights) -> ModuleWeights:
+        record = read_record(self._groups[index], 0, slot)
+        (lora_rank, in_features), out_features = weights.a.shape, weights.b.size(0)
+        a = self.arena.as_strided((lora_rank, in_features), (in_features, 1), record.a_offset)
+        b = self.arena.as_strided((out_features, lora_rank), (row_pitch(lora_rank), 1), record.b_offset)
+        return ModuleWeights(a, b, weights.scale)
 
     def table(self, index: int) -> Tensor:
         """int64 [1, N, RECORD_WORDS]: the records of module `index`, a view."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from punica_core import ops
 from punica_core.lora.adapter_set import AdapterSet
 from punica_core.lora.layers import LinearGroup
 from punica_core.lora.segments import Int32Array, SegmentPlan
+from punica_core.lora.tables import ModuleWeights
 
 MAX_PLANS = 4
 """Row counts that have a plan at once: a prompt's, a decode step's, the rows that need logits, and one more."""
@@ -40,12 +42,16 @@ class BatchStep:
 
     L may differ between layers (the head sees fewer tokens) and calls. Plans are built on first need and kept while
     lora_indices stay, so that decoding builds one, once.
+
+    In fp32 on a CPU the rows of an adapter are multiplied together wherever they are in the batch, outside of the ops:
+    those go segment by segment, and look everything up anew in each layer.
     """
 
     def __init__(self, adapters: AdapterSet) -> None:
         self._adapters = adapters
         self._lora_indices: Int32Array = np.zeros(0, np.int32)
         self._runs = _Runs(np.zeros(1, np.int32), self._lora_indices)
+        self._rows: dict[int, list[tuple[int, Tensor]]] = {}
         self._plans: dict[int, Tensor] = {}
         self._used: dict[int, SegmentPlan] = {}
         self._idle: list[SegmentPlan] = []
@@ -59,6 +65,7 @@ class BatchStep:
         self._idle.extend(self._used.values())
         self._used.clear()
         self._plans.clear()
+        self._rows.clear()
 
     def prepare(self, num_rows: int) -> None:
         """Have the plan for `num_rows` = B*L rows; compiled code then only looks it up.
@@ -67,25 +74,51 @@ class BatchStep:
         """
         if num_rows in self._plans:
             return
-        batch = len(self._lora_indices)
-        if num_rows % batch:
-            raise ValueError(f"a layer with adapters got {num_rows} rows, which {batch} lora_indices do not divide")
+        tokens = self._tokens_a_row(num_rows)
         plan = self._free_plan(num_rows)
-        plan.set_segments(self._runs.starts * (num_rows // batch), self._runs.slots, self._adapters.slot_rank)
+        plan.set_segments(self._runs.starts * tokens, self._runs.slots, self._adapters.slot_rank)
         self._used[num_rows] = plan
         self._plans[num_rows] = plan.plan
 
     def add(self, group: LinearGroup, x: Tensor, y: Tensor) -> None:
         """See `StepLoRA.add`; group.index is the module's index in the set. Raises RuntimeError if y has a gradient."""
         num_rows = x.size(0)
-        if num_rows not in self._plans:
-            self.prepare(num_rows)
         if y.requires_grad:
             raise RuntimeError("adapters under BatchLoRA have no gradient: call the layer under torch.no_grad()")
         adapters = self._adapters
+        if _is_direct(y):
+            self._add_by_adapter(adapters.modules(group.index), x, y)
+            return
+        if num_rows not in self._plans:
+            self.prepare(num_rows)
         v = torch.empty(_scratch_elements(num_rows, adapters.max_rank), dtype=torch.float32, device=x.device)
         table = adapters.table(group.index)
         ops.lora_apply(y, x, v, adapters.arena, table, self._plans[num_rows], group.out_features, adapters.max_rank)
+
+    def _add_by_adapter(self, modules: Mapping[int, ModuleWeights], x: Tensor, y: Tensor) -> None:
+        """modules: the layer's, by slot."""
+        for slot, rows in self._rows_of(x.size(0)):
+            weights = modules.get(slot)
+            if weights is not None:
+                v = torch.mm(x.index_select(0, rows), weights.a.t())
+                y.index_add_(0, rows, torch.mm(v, weights.b.t()), alpha=weights.scale)
+
+    def _rows_of(self, num_rows: int) -> list[tuple[int, Tensor]]:
+        """(slot, its rows, int64) of each adapter in use, among `num_rows` = B*L."""
+        found = self._rows.get(num_rows)
+        if found is None:
+            tokens = self._tokens_a_row(num_rows)
+            slots = self._lora_indices.repeat(tokens)
+            used = np.unique(slots[slots >= 0]).tolist()
+            found = self._rows[num_rows] = [(slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used]
+        return found
+
+    def _tokens_a_row(self, num_rows: int) -> int:
+        """L. Raises ValueError unless num_rows is a multiple of B."""
+        batch = len(self._lora_indices)
+        if num_rows % batch:
+            raise ValueError(f"a layer with adapters got {num_rows} rows, which {batch} lora_indices do not divide")
+        return num_rows // batch
 
     def _free_plan(self, num_rows: int) -> SegmentPlan:
         """A plan with room for the batch: an idle one, else a new one; the oldest in use makes room."""
@@ -105,6 +138,11 @@ class BatchStep:
         # Made in inference mode, its buffer could not be refilled outside of it.
         with torch.inference_mode(False):
             return SegmentPlan(max_rows, max_rank=self._adapters.max_rank, device=device, max_segments=max_segments)
+
+
+def _is_direct(y: Tensor) -> bool:
+    """Whether to multiply without the ops. In 16 bits these keep the middle in fp32, and compiled code needs them."""
+    return y.is_cpu and y.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 def _scratch_elements(num_rows: int, max_rank: int) -> int:

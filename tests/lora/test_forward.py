@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from punica_core import BatchLoRA, LoRAWeight
+from punica_core import BatchLoRA, LoRAWeight, ops
+from punica_core.lora import batch_step
 from tests.lora.conftest import LORA_INDICES
 from tests.support.peft_adapters import edit_tensors, save_peft_adapter, tiny_llama
 from tests.support.peft_batch import left_padded, prompts, row_logits
@@ -33,6 +34,20 @@ def test_each_row_has_the_logits_of_its_adapter(folders: list[Path]) -> None:
         shifted = m(torch.stack(rows), lora_indices=LORA_INDICES[1:] + LORA_INDICES[:1]).logits
     for row, expected in zip(shifted, want, strict=True):
         assert (row - expected).abs().max() > 100 * TOLERANCE, "the wrong adapter must show"
+
+
+def test_the_ops_give_what_the_products_of_a_cpu_give(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.stack(prompts([9] * 6))
+    calls = []
+    apply = ops.lora_apply
+    monkeypatch.setattr(ops, "lora_apply", lambda *arguments: (calls.append(1), apply(*arguments)))
+    with BatchLoRA(tiny_llama(), folders) as m:
+        direct = m(ids, lora_indices=LORA_INDICES).logits
+        assert not calls
+        monkeypatch.setattr(batch_step, "_is_direct", lambda y: False)
+        by_ops = m(ids, lora_indices=LORA_INDICES).logits
+    assert calls
+    torch.testing.assert_close(direct, by_ops, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor], ids=["list", "tuple", "numpy", "torch"])
