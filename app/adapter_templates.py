@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -41,13 +42,17 @@ class AdapterTemplates:
         self._compile = compile_template
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def of(self, adapter: AdapterRef) -> ChatTemplate | None:
-        """The adapter's own template, None if it has none. Raises AdapterInvalid if it is broken or leads elsewhere."""
+    async def of(self, adapter: AdapterRef) -> ChatTemplate | None:
+        """The adapter's own template, None if it has none. Raises AdapterInvalid if it is broken or leads elsewhere.
+
+        Compiling takes from milliseconds to seconds, on a thread.
+        """
         folder = adapter.path
         state = (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME))
         kept = self._kept.get(folder)
         if kept is None or kept.state != state:
-            kept = self._kept[folder] = _Kept(state, self._read(adapter.name, folder, state))
+            template = await asyncio.to_thread(self._read, adapter.name, folder, state)
+            kept = self._kept[folder] = _Kept(state, template)
         self._kept.move_to_end(folder)
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)

@@ -99,6 +99,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The chat template is broken at line {error.lineno}: {error.message}.") from None
+        except (SyntaxError, ValueError, RecursionError) as error:  # of the program that jinja makes of it
+            raise ConfigError(f"The chat template cannot be compiled: {error}.") from None
 
     def render(
         self,

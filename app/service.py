@@ -170,9 +170,9 @@ class Service:
         """The base model and every adapter, whoever may ask for them."""
         return [self.base_name, *self.registry.names()]
 
-    def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:
+    async def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:
         """The adapter's own chat template, if it has one and the settings say so. Raises AdapterError."""
-        return self._templates.of(adapter) if self._templates is not None and adapter is not None else None
+        return await self._templates.of(adapter) if self._templates is not None and adapter is not None else None
 
     def note_unknown(self, fields: Sequence[str]) -> None:
         """Log fields of requests that nobody knows, each once."""

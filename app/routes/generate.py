@@ -39,7 +39,8 @@ async def chat_completions(request: Request) -> Response:
         body = await admission.read(ChatRequest)
         adapter = admission.resolve(body)
         service = admission.service
-        job = await chat_job(body, service.tokenizer, service.layout.max_model_len, service.template_of(adapter))
+        template = await service.template_of(adapter)
+        job = await chat_job(body, service.tokenizer, service.layout.max_model_len, template)
         flight = admission.open(body, job, adapter)
     except PunicaError as error:
         return admission.refuse(error)

@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     try:
         body = await _read(request, service, TokenizeRequest)
-        template = service.template_of(_adapter(service, body.model, caller(request)))
+        template = await service.template_of(_adapter(service, body.model, caller(request)))
         size = text_size(body.messages) if body.messages is not None else len(body.prompt or "")
         answer = await off_loop_if_large(size, lambda: _tokenized(body, service, template))
     except PunicaError as error:

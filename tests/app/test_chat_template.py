@@ -167,6 +167,22 @@ def test_a_broken_template_is_a_configuration_error() -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 1" + "+1" * 3000 + " }}",
+        "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+        "{% break %}",
+        "{{ " + "9" * 5000 + " }}",
+    ],
+    ids=lambda source: source[:12],
+)
+def test_a_template_that_cannot_be_compiled_is_a_configuration_error(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"^The chat template cannot be compiled: .{1,200}\.$"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({"chat_template.jinja": "file"}, "file"),
