@@ -10,6 +10,8 @@ PORT   ?= 8000
 MODEL  ?=
 ADAPTERS ?=
 ARGS   ?=
+# Test files run side by side, one a core.
+JOBS   ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 # pip shows a bar for each download, but not when it is quiet: a log gets the quiet, a terminal the bars.
 QUIET  := $(shell test -t 2 || echo --quiet)
 
@@ -31,7 +33,7 @@ check: $(VENV)/.dev    ## lint, types, import contracts
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev     ## the tests (PYTEST="-k name" to choose)
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 parity: $(VENV)/.dev   ## every demo prompt × every adapter against PEFT, on the real demo model (minutes)
 	$(BIN)/python -m pytest -m slow --timeout 3600 tests/parity $(PYTEST)
