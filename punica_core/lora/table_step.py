@@ -19,8 +19,8 @@ from punica_core.ops.layout import row_pitch, scratch_elements
 class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
-    beside: in captured graphs the base product runs beside shrink; may be turned off before they are captured.
-    max_rows: T of the largest step. max_rank: bound of every lora_rank.
+    max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
+    runs beside shrink; may be turned off before they are captured.
     """
 
     def __init__(
@@ -30,12 +30,13 @@ class TableLoRA:
         *,
         max_rows: int,
         max_rank: int,
+        beside: bool = False,
     ) -> None:
         device = arena.buffer.device
         self._max_rank = row_pitch(max_rank)
         self._arena = arena.buffer
         self._slot_rank = tables.slot_rank
-        self.beside = True
+        self.beside = beside
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
 

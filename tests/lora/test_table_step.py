@@ -42,7 +42,7 @@ class Mlp(nn.Module):  # type: ignore[misc]
         for slot, modules in enumerate(self.adapters):
             self.tables.write(slot, dict(enumerate(modules)), arena)
         self.wide.table, self.down.table = self.tables.group(0, 2), self.tables.group(2, 1)
-        self.lora = TableLoRA(self.tables, arena, max_rows=64, max_rank=256)
+        self.lora = TableLoRA(self.tables, arena, max_rows=64, max_rank=256, beside=True)
         self.lora.begin(ROW_SLOTS)
         self.context = context
 

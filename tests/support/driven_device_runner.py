@@ -129,6 +129,6 @@ def table_lora(loaded: LoadedModel, adapters: Mapping[int, AdapterWeights]) -> t
         if found is not None:
             vocabulary[slot] = found
     bind_tables(loaded.model, modules, tables)
-    lora = TableLoRA(tables, arena, max_rows=MAX_ROWS, max_rank=256)
+    lora = TableLoRA(tables, arena, max_rows=MAX_ROWS, max_rank=256, beside=True)
     step = VocabularyStep(lora, tables, arena, modules, vocabulary, max_rows=MAX_ROWS, max_segments=MAX_SEQS + 2)
     return lora, step

@@ -36,7 +36,7 @@ def test_every_step_adds_what_its_adapters_say(make_tier: MakeTier, adapters: Me
     ]
     refs = [adapters.add(f"a{i}", adapter) for i, adapter in enumerate(weights)]
     tier = make_tier(3 * arena_elements(weights[-1]), dtype=dtype, host_bytes=1 << 24)
-    lora = TableLoRA(tier.tables, tier.arena, max_rows=NUM_ROWS, max_rank=256)
+    lora = TableLoRA(tier.tables, tier.arena, max_rows=NUM_ROWS, max_rank=256, beside=True)
     generator = torch.Generator().manual_seed(0)
     for turn in range(12):
         used = [refs[turn % len(refs)], refs[(turn * 3 + 1) % len(refs)]]
