@@ -43,6 +43,8 @@ def measure_point(
 ) -> dict[str, Any]:
     """One batch and popularity. Raises RuntimeError if a timed step does not give every sequence one token."""
     refs = adapters_of(session, popularity, batch)
+    # One that comes late would find the others, which decode meanwhile, at their ends.
+    session.preload(dict.fromkeys(ref for ref in refs if ref is not None))
     new_tokens = new_tokens_of(batch, prompt_tokens, budget, warmup + steps + PROFILED_STEPS)
     requests = make_requests(session, refs, prompt_tokens, new_tokens, seed)
     gc.collect()  # what was before is not this point's
