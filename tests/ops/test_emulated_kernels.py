@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from punica_core.ops.build import source_directory
-from tests.ops.emulator import EmulatedKernels, compile_kernels
+from tests.ops.emulator import KERNELS, EmulatedKernels
+from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
 from tests.support.numerics import assert_as_exact_as_torch
 
 
 @pytest.fixture(scope="module")
 def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_kernels(nvcc, tmp_path_factory.mktemp("emulated") / "kernels.so")
+    return compile_kernels(nvcc, KERNELS, tmp_path_factory.mktemp("emulated") / "kernels.so")
 
 
 def check(kernels: EmulatedKernels, batch: LoraBatch) -> None:
@@ -102,5 +103,5 @@ def test_a_broken_kernel_is_noticed(nvcc, tmp_path, header, text, broken) -> Non
     path = sources / "include" / "punica" / header
     assert text in path.read_text()
     path.write_text(path.read_text().replace(text, broken))
-    library = compile_kernels(nvcc, tmp_path / "broken.so", sources=sources)
+    library = compile_kernels(nvcc, KERNELS, tmp_path / "broken.so", sources)
     assert any(is_wrong(library, case) for case in CASES)

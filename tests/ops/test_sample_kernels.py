@@ -13,7 +13,8 @@ from punica_core.ops import draw
 from punica_core.ops.build import source_directory
 from punica_core.ops.sample import pack_rows, rows_words
 from punica_core.protocol import SamplingParams
-from tests.ops.sample_emulator import DTYPES, EmulatedKernels, compile_kernels
+from tests.ops.sample_emulator import DTYPES, KERNELS, EmulatedKernels
+from tests.support.emulation import compile_kernels
 
 VOCAB_SIZES = (1, 2, 7, 31, 33, 64, 300, 1000, 2049, 4097, 9001)
 KINDS = ("spread", "tied", "flat", "equal", "peaked", "some -inf", "all -inf", "wide", "zeros")
@@ -21,7 +22,7 @@ KINDS = ("spread", "tied", "flat", "equal", "peaked", "some -inf", "all -inf", "
 
 @pytest.fixture(scope="session")
 def kernels(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
-    return EmulatedKernels(compile_kernels(nvcc, tmp_path_factory.mktemp("emulated") / "sample.so"))
+    return EmulatedKernels(compile_kernels(nvcc, KERNELS, tmp_path_factory.mktemp("emulated") / "sample.so"))
 
 
 class Case:
@@ -163,7 +164,7 @@ def test_a_broken_kernel_is_noticed(nvcc: str, tmp_path: Path, header: str, line
     path = sources / "include" / "punica" / header
     assert path.read_text().count(line) == 1
     path.write_text(path.read_text().replace(line, broken))
-    kernels = EmulatedKernels(compile_kernels(nvcc, tmp_path / "broken.so", sources))
+    kernels = EmulatedKernels(compile_kernels(nvcc, KERNELS, tmp_path / "broken.so", sources))
     cases = [*map(Case, range(160)), *(Case(seed, 9001, ("equal", "tied", "flat")[seed % 3]) for seed in range(12))]
     assert not all(_passes(case, kernels) for case in cases)
 

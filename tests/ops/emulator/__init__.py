@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from punica_core.ops.build import source_directory
 from punica_core.ops.layout import RECORD_WORDS
 from tests.support.lora_batch import LoraBatch
 
 MAX_SLICES = 4
+KERNELS = Path(__file__).with_name("kernels.cpp")
 
 
 class _Tables(ctypes.Structure):
@@ -60,20 +59,11 @@ class _ExpandParams(ctypes.Structure):
     )
 
 
-def compile_kernels(nvcc: str, output: Path, *, sources: Path | None = None) -> Path:
-    """Compile the kernels for the CPU."""
-    here = Path(__file__).parent
-    include = [f"-I{here}", f"-I{(sources or source_directory()) / 'include'}"]
-    flags = ["-std=c++20", "-O2", "-x", "c++", "-Xcompiler=-fPIC,-w", "-shared"]
-    subprocess.run([nvcc, *flags, *include, str(here / "kernels.cpp"), "-o", str(output)], check=True)
-    return output
-
-
 class EmulatedKernels:
     """shrink and expand of a batch whose tensors lie on the CPU.
 
     Args:
-        library: what ``compile_kernels`` made.
+        library: what `tests.support.emulation` made of KERNELS.
         num_sms: multiprocessors of the pretended GPU: few, as each block is run whether it has work or not.
     """
 

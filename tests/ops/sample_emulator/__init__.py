@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from punica_core.ops.build import source_directory
-
+KERNELS = Path(__file__).with_name("kernels.cpp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,15 +24,6 @@ class _Params(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("vocab_size", ctypes.c_int),
     )
-
-
-def compile_kernels(nvcc: str, output: Path, sources: Path | None = None) -> Path:
-    """Compile the kernels for the CPU."""
-    here = Path(__file__).parent
-    include = [f"-I{here}", f"-I{(sources or source_directory()) / 'include'}"]
-    flags = ["-std=c++20", "-O2", "-x", "c++", "-Xcompiler=-fPIC,-w", "-shared"]
-    subprocess.run([nvcc, *flags, *include, str(here / "kernels.cpp"), "-o", str(output)], check=True)
-    return output
 
 
 class EmulatedKernels:
