@@ -62,6 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a score depends on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
 
 class FileSignature(msgspec.Struct, frozen=True, array_like=True):
     """Tells one state of a file from another: (inode, size in bytes, mtime and ctime in ns)."""

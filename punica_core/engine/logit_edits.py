@@ -25,10 +25,6 @@ Array = npt.NDArray[Any]
 A = TypeVar("A", Array, torch.Tensor)
 
 
-def has_penalties(sampling: SamplingParams) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
-
-
 def num_generated(row: RowPlan) -> int:
     """Output tokens the sequence has before the one this row samples."""
     return row.start + row.count - row.sequence.num_prompt
@@ -182,7 +178,7 @@ class EditCollector:
         )
 
     def _penalties(self, rows: Sequence[RowPlan]) -> PenaltyEntries[Array] | None:
-        penalised = [(b, row) for b, row in enumerate(rows) if has_penalties(row.sequence.sampling)]
+        penalised = [(b, row) for b, row in enumerate(rows) if row.sequence.sampling.has_penalties]
         self._histories = {row.sequence.request_id: (row.sequence, self._history(row)) for _, row in penalised}
         if not penalised:
             return None

@@ -15,7 +15,7 @@ def needs_known_tokens(sampling: SamplingParams) -> bool:
 
     Position is enough for all else: logit_bias, min_tokens, logprobs, seeds, temperature and its filters.
     """
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+    return sampling.has_penalties
 
 
 class Status(enum.Enum):
