@@ -252,6 +252,7 @@ class StepPacker:
             )
 
         d = sizes.num_decode
+        places = _kv_rows(rows, d)
         return StepBatch(
             sizes=sizes,
             words=self._words,
@@ -265,9 +266,9 @@ class StepPacker:
                 kv_indices=words[host.kv_indices_start :] if in_graph else words[host.kv_indices_start : used],
                 kv_slots=view("kv_slots"),
                 in_graph=in_graph,
-                kv_rows=_kv_rows(rows, d),
+                kv_rows=places,
             ),
-            row_slots=_row_slots(rows, sizes),
+            row_slots=_row_slots(rows, places, sizes.num_rows),
             logits=logits,
         )
 
@@ -345,19 +346,16 @@ def _fill_padding(host: _Views, first: int, end: int) -> None:
         host[name][first:end] = value
 
 
-def _row_slots(rows: Rows[RowPlan], sizes: BatchSizes) -> Int32Array:
-    """int32 [T]. Rows: those of one token, which padding may follow, then the longer ones."""
-    slots = np.full(sizes.num_rows, BASE_SLOT, np.int32)
-    at = 0
-    for row in rows:
-        if row.count > 1:
-            at = max(at, sizes.num_decode)
-        slots[at : at + row.count] = row.slot
-        at += row.count
+def _row_slots(rows: Rows[RowPlan], places: Rows[KVRow], num_rows: int) -> Int32Array:
+    """int32 [T], of rows that lie at `places`; padding has no adapter."""
+    slots = np.full(num_rows, BASE_SLOT, np.int32)
+    for row, place in zip(rows, places, strict=True):
+        slots[place.first : place.first + place.count] = row.slot
     return slots
 
 
 def _kv_rows(rows: Rows[RowPlan], num_decode: int) -> tuple[KVRow, ...]:
+    """Where the rows lie: those of one token first, which padding may follow, then the longer ones."""
     found = []
     at = 0
     for row in rows:
