@@ -18,7 +18,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +66,7 @@ class ApiKey:
 
     adapters: patterns of the adapters it may use (`*` stands for anything, slashes included). base: it may use the base
     model. metrics: it may read /metrics, which names all adapters and keys. admin: it may load and unload adapters.
+    digest: of its token, by which a key is known again under another name.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ApiKey:
     metrics: bool = False
     admin: bool = False
     limits: KeyLimits = KeyLimits()
+    digest: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def sees_all(self) -> bool:
@@ -126,8 +128,8 @@ class KeyStore:
         self._on_change = on_change
         self._single: list[tuple[bytes, ApiKey]] = []
         if single:
-            key = ApiKey(SINGLE_NAME, metrics=True, admin=enable_admin)
-            self._single.append((_token_digest(single, "api_key"), key))
+            digest = _token_digest(single, "api_key")
+            self._single.append((digest, ApiKey(SINGLE_NAME, metrics=True, admin=enable_admin, digest=digest)))
         self._anybody = None if single or file else ApiKey("", metrics=True, admin=enable_admin)
         self._signature, self._ring = self._read()
         self._asked = asyncio.Event()
@@ -234,14 +236,17 @@ def read_keys(file: Path) -> list[tuple[bytes, ApiKey]]:
         raise ConfigError(f"{file}: {error}.", param="api_keys_file") from None
     except YAML_VALUE_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
         raise ConfigError(f"{file} has a value that YAML cannot read.", param="api_keys_file") from None
-    return [(_digest(entry.key, f"{file}: key of {entry.name!r}"), _api_key(entry)) for entry in document.keys]
+    digests = [_digest(entry.key, f"{file}: key of {entry.name!r}") for entry in document.keys]
+    return [(digest, _api_key(entry, digest)) for entry, digest in zip(document.keys, digests, strict=True)]
 
 
-def _api_key(entry: _Entry) -> ApiKey:
+def _api_key(entry: _Entry, digest: bytes) -> ApiKey:
     patterns = (entry.adapters,) if isinstance(entry.adapters, str) else tuple(entry.adapters)
     limits = KeyLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
     metrics = entry.metrics or entry.admin
-    return ApiKey(entry.name, patterns, base=entry.base, metrics=metrics, admin=entry.admin, limits=limits)
+    return ApiKey(
+        entry.name, patterns, base=entry.base, metrics=metrics, admin=entry.admin, limits=limits, digest=digest
+    )
 
 
 def _check_distinct(keys: Sequence[tuple[bytes, ApiKey]], file: Path) -> None:

@@ -63,17 +63,27 @@ class KeyUsage:
         self.generated_tokens = 0
         self.responses: Counter[int] = Counter()
         self.refusals: Counter[str] = Counter()
+        self.digest = b""
         self._clock = clock
         self._limits = KeyLimits()
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
+        self._unlimited: dict[str, Bucket] = {}  # of limits that were taken back, with what was used of them
 
     def set_limits(self, limits: KeyLimits) -> None:
-        """From now on these; what was used is not forgotten."""
+        """From now on these; what was used is not forgotten, nor while there is no limit."""
         self._limits = limits
+        self._requests = self._resized("requests", self._requests, limits.requests_per_minute)
+        self._tokens = self._resized("tokens", self._tokens, limits.tokens_per_minute)
+
+    @property
+    def is_spent(self) -> bool:
+        """Nothing runs and all that was used has come back: a new usage would be the same."""
         now = self._clock()
-        self._requests = _resized(self._requests, limits.requests_per_minute, now)
-        self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
+        buckets = [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
+        return not self.in_flight and all(
+            bucket.level(now) >= bucket.capacity for bucket in (*buckets, *self._unlimited.values())
+        )
 
     def take_request(self) -> None:
         """Count a request. Raises RateLimited, which is not counted."""
@@ -135,6 +145,18 @@ class KeyUsage:
             retry_after=seconds,
         )
 
+    def _resized(self, kind: str, bucket: Bucket | None, capacity: int | None) -> Bucket | None:
+        if bucket is None:
+            bucket = self._unlimited.pop(kind, None)
+        if capacity is None:
+            if bucket is not None:
+                self._unlimited[kind] = bucket
+            return None
+        if bucket is None:
+            return Bucket(capacity, self._clock())
+        bucket.resize(capacity, self._clock())
+        return bucket
+
     def _take_tokens(self, amount: int) -> None:
         if self._tokens is not None:
             self._tokens.take(amount, self._clock())
@@ -163,26 +185,43 @@ class Lease:
 
 
 class KeyUsages(Collector):
-    """The usage of every key, by name: it outlives changes of the keys. Also the metrics of it."""
+    """The usage of every key, by name. Also the metrics of it.
+
+    It outlives changes of the keys: a key that is gone and comes back, under its name or with its token under another
+    name, finds what it had used. Of keys that are gone there are no metrics, unless they still run something.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._usages: dict[str, KeyUsage] = {}
+        self._gone: dict[str, KeyUsage] = {}
 
     def of(self, key: ApiKey) -> KeyUsage:
         """The usage of a key that exists (or existed when the request came)."""
-        found = self._usages.get(key.name)
+        found = self._usages.get(key.name) or self._gone.get(key.name)
         if found is None:
             found = self._usages[key.name] = KeyUsage(key.name, self._clock)
+            found.digest = key.digest
             found.set_limits(key.limits)
         return found
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """These are the keys from now on. Of others, those that still run something are kept."""
-        for key in keys:
-            self.of(key).set_limits(key.limits)
+        """These are the keys from now on. The usage of others is kept until nothing of it is left."""
+        known = {**self._gone, **self._usages}
         names = {key.name for key in keys}
-        self._usages = {name: usage for name, usage in self._usages.items() if name in names or usage.in_flight}
+        renamed = {usage.digest: usage for name, usage in known.items() if name not in names and usage.digest}
+        self._usages = {}
+        for key in keys:
+            usage = known.pop(key.name, None)
+            if usage is None and key.digest in renamed:
+                usage = known.pop(renamed[key.digest].name)
+                usage.name = key.name
+            if usage is None:
+                usage = KeyUsage(key.name, self._clock)
+            usage.digest = key.digest
+            usage.set_limits(key.limits)
+            self._usages[key.name] = usage
+        self._gone = {name: usage for name, usage in known.items() if not usage.is_spent}
 
     def collect(self) -> Iterator[Metric]:
         """Families by key; nothing where no keys are configured."""
@@ -191,7 +230,8 @@ class KeyUsages(Collector):
         prompt = CounterMetricFamily("punica_key_prompt_tokens", "Prompt tokens of ended requests.", labels=["key"])
         generated = CounterMetricFamily("punica_key_generated_tokens", "Generated tokens of them.", labels=["key"])
         in_flight = GaugeMetricFamily("punica_key_in_flight", "Unfinished sequences.", labels=["key"])
-        for name, usage in sorted(self._usages.copy().items()):
+        shown = self._usages.copy() | {name: usage for name, usage in self._gone.copy().items() if usage.in_flight}
+        for name, usage in sorted(shown.items()):
             if not name:
                 continue
             for status, count in sorted(usage.responses.copy().items()):
@@ -201,17 +241,8 @@ class KeyUsages(Collector):
             prompt.add_metric([name], usage.prompt_tokens)
             generated.add_metric([name], usage.generated_tokens)
             in_flight.add_metric([name], usage.in_flight)
-        if any(self._usages):
+        if any(shown):
             yield from (responses, refusals, prompt, generated, in_flight)
-
-
-def _resized(bucket: Bucket | None, capacity: int | None, now: float) -> Bucket | None:
-    if capacity is None:
-        return None
-    if bucket is None:
-        return Bucket(capacity, now)
-    bucket.resize(capacity, now)
-    return bucket
 
 
 def duration(seconds: float) -> str:

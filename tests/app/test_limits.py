@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +137,17 @@ def test_a_new_limit_keeps_what_was_used(clock: Clock) -> None:
         usage.take_request()
     usage.set_limits(KeyLimits())
     usage.take_request()
+    usage.set_limits(KeyLimits(requests_per_minute=5))
+    with pytest.raises(RateLimited):
+        usage.take_request()
+    clock.now += 60
+    usage.take_request()
+
+
+def series(usages: KeyUsages) -> str:
+    registry = CollectorRegistry()
+    registry.register(usages)
+    return generate_latest(registry).decode()
 
 
 def test_usage_goes_with_its_key_once_nothing_runs(clock: Clock) -> None:
@@ -143,9 +156,62 @@ def test_usage_goes_with_its_key_once_nothing_runs(clock: Clock) -> None:
     lease = usages.of(old).reserve(1, 1, 1)
     usages.set_keys([ApiKey("new")])
     assert usages.of(old).in_flight == 1
+    assert 'punica_key_in_flight{key="old"} 1.0' in series(usages)
     lease.end(1, 1)
+    assert "old" not in series(usages)
     usages.set_keys([ApiKey("new")])
-    assert list(usages._usages) == ["new"]
+    assert usages.of(old).prompt_tokens == 0  # another one
+
+
+def indebted(usages: KeyUsages, key: ApiKey) -> None:
+    """Leave the key with a debt of two minutes."""
+    usages.of(key).reserve(1, 10, 0).end(10, 290)
+
+
+@pytest.mark.parametrize("back", [ApiKey("acme", digest=b"1"), ApiKey("acme", digest=b"2"), ApiKey("new", digest=b"1")])
+def test_a_key_that_goes_and_comes_back_finds_its_debt(clock: Clock, back: ApiKey) -> None:
+    usages, limits = KeyUsages(clock), KeyLimits(tokens_per_minute=100)
+    other = ApiKey("other", limits=limits, digest=b"3")
+    indebted(usages, ApiKey("acme", limits=limits, digest=b"1"))
+    back = replace(back, limits=limits)
+    usages.set_keys([other])
+    assert "acme" not in series(usages)
+    clock.now += 60
+    usages.set_keys([other])
+    usages.set_keys([other, back])
+    usages.of(other).reserve(1, 100, 0)
+    with pytest.raises(RateLimited):
+        usages.of(back).reserve(1, 1, 0)
+    clock.now += 61
+    usages.of(back).reserve(1, 1, 0)
+
+
+def test_a_debt_is_nobody_elses(clock: Clock) -> None:
+    usages, limits = KeyUsages(clock), KeyLimits(tokens_per_minute=100)
+    indebted(usages, ApiKey("acme", limits=limits, digest=b"1"))
+    usages.set_keys([ApiKey("other", limits=limits, digest=b"2")])
+    usages.of(ApiKey("other", limits=limits, digest=b"2")).reserve(1, 100, 0)
+
+
+def test_what_has_come_back_is_forgotten(clock: Clock) -> None:
+    usages, limits = KeyUsages(clock), KeyLimits(tokens_per_minute=100)
+    indebted(usages, ApiKey("acme", limits=limits))
+    usages.set_keys([])
+    assert list(usages._gone) == ["acme"]
+    clock.now += 181
+    usages.set_keys([])
+    assert not usages._gone
+
+
+def test_a_renamed_key_goes_on_under_its_new_name(clock: Clock) -> None:
+    usages, limits = KeyUsages(clock), KeyLimits(max_concurrent=1)
+    lease = usages.of(ApiKey("old", limits=limits, digest=b"1")).reserve(1, 1, 0)
+    new = ApiKey("new", limits=limits, digest=b"1")
+    usages.set_keys([new])
+    with pytest.raises(RateLimited, match="'new'"):
+        usages.of(new).reserve(1, 1, 0)
+    lease.end(1, 0)
+    usages.of(new).reserve(1, 1, 0)
 
 
 def test_metrics_have_names_and_counts(clock: Clock) -> None:
