@@ -1,7 +1,8 @@
 """Prometheus metrics. Plain numbers on the hot path; families are built when somebody scrapes.
 
 Label values are bounded: `model` is the base, an adapter that exists, or `unknown` (one for all names that do not);
-series of adapters that were removed disappear. Engine-side numbers come from `protocol.StepStats` only.
+series of adapters that were removed disappear. Engine-side numbers come from `protocol.StepStats` only; a gauge that is
+not known (no worker has reported, no step has run) has no series, so that no number is a wrong one.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Metrics(Collector):
         self._queued_tokens = queued_tokens
         self._models: dict[str, ModelMetrics] = {}
         self._unknown = ModelMetrics()
-        self._engine = StepStats()
+        self._engine: StepStats | None = None  # while no worker has reported
         self._loads: Counter[tuple[str, str]] = Counter()
         self._load_seconds: dict[str, Histogram] = {}
         self._past = Counter[str]()  # counters of worker lives that are over
@@ -123,14 +124,15 @@ class Metrics(Collector):
     def on_idle(self) -> None:
         """Nothing runs: the gauges of running and waiting sequences are 0 whatever the last report said."""
         # reasons stand alone where all that waited was cancelled after the step that noted them
-        if self._engine.running or self._engine.waiting or self._engine.waiting_by_reason:
-            self._engine = msgspec.structs.replace(self._engine, running=0, waiting=0, waiting_by_reason={})
+        engine = self._engine
+        if engine is not None and (engine.running or engine.waiting or engine.waiting_by_reason):
+            self._engine = msgspec.structs.replace(engine, running=0, waiting=0, waiting_by_reason={})
 
     def on_worker_lost(self) -> None:
         """The worker's counters begin again at 0; what they had reached stays in the totals."""
         for name in _ENGINE_COUNTERS:
-            self._past[name] += getattr(self._engine, name)
-        self._engine = StepStats()
+            self._past[name] += getattr(self._engine, name, 0)
+        self._engine = None
         self.worker_up = False
 
     def render(self) -> bytes:
@@ -175,13 +177,19 @@ class Metrics(Collector):
         yield GaugeMetricFamily("punica_queued_prompt_tokens", queued, value=self._queued_tokens())
         yield GaugeMetricFamily("punica_worker_up", "1 while a worker takes commands.", value=int(self.worker_up))
         yield CounterMetricFamily("punica_worker_restarts", "Workers started after a loss.", value=self.worker_restarts)
-        for name, help_text in _ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"punica_{name}", help_text, value=getattr(self._engine, name))
+        engine = self._engine
         for name, help_text in _ENGINE_COUNTERS.items():
-            total = self._past[name] + getattr(self._engine, name)
+            total = self._past[name] + getattr(engine, name, 0)
             yield CounterMetricFamily(f"punica_{name}", help_text, value=total)
+        if engine is None:
+            return
+        for name, help_text in _ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"punica_{name}", help_text, value=getattr(engine, name))
+        if engine.steps:
+            for name, help_text in _STEP_GAUGES.items():
+                yield GaugeMetricFamily(f"punica_{name}", help_text, value=getattr(engine, name))
         waiting = GaugeMetricFamily("punica_waiting_by_reason", "Waiting sequences by reason.", labels=["reason"])
-        for reason, count in sorted(self._engine.waiting_by_reason.items()):
+        for reason, count in sorted(engine.waiting_by_reason.items()):
             waiting.add_metric([reason], count)
         yield waiting
 
@@ -200,13 +208,16 @@ _ENGINE_GAUGES = {
     "waiting": "Sequences that wait for a step.",
     "free_blocks": "KV blocks that nothing uses.",
     "cached_blocks": "KV blocks kept for prefix reuse only.",
-    "last_step_seconds": "Duration of the last step.",
-    "slowest_step_seconds": "Duration of the slowest step.",
     "adapters_host": "Adapters in host memory.",
     "adapters_gpu": "Adapters in GPU memory.",
     "adapter_host_bytes_used": "Bytes of adapters in host memory.",
     "adapter_gpu_bytes_used": "Bytes of adapters in GPU memory.",
 }
+_STEP_GAUGES = {
+    "last_step_seconds": "Duration of the last step.",
+    "slowest_step_seconds": "Duration of the slowest step.",
+}
+"""Known once there was a step."""
 _ENGINE_COUNTERS = {
     "steps": "Steps.",
     "prefill_tokens": "Prompt tokens computed.",

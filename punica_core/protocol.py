@@ -232,7 +232,8 @@ class StepStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step in one message. `stats` is sent at least once a second while steps run."""
+    """All outputs of one step in one message. `stats` comes first of all, without outputs, and then at least once a
+    second while steps run."""
 
     outputs: list[SequenceOutput] = []
     stats: StepStats | None = None

@@ -119,6 +119,7 @@ class Loop:
         self._next_stats = 0.0
 
     def run(self) -> None:
+        self._channel.send(protocol.Outputs([], self._engine.stats()))  # the gauges of a worker that has done nothing
         while True:
             self._channel.wake.clear()
             outputs: list[protocol.SequenceOutput] = []

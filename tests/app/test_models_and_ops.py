@@ -197,6 +197,29 @@ async def test_reasons_to_wait_are_gone_when_nothing_waits(server: Server) -> No
     assert ("punica_waiting_by_reason", "adapter_no_room") not in await metrics_of(server)
 
 
+_GAUGES = {
+    *("punica_running", "punica_waiting", "punica_free_blocks", "punica_cached_blocks", "punica_adapters_host"),
+    *("punica_adapters_gpu", "punica_adapter_host_bytes_used", "punica_adapter_gpu_bytes_used"),
+}
+_STEP_GAUGES = {"punica_last_step_seconds", "punica_slowest_step_seconds"}
+
+
+async def test_gauges_that_nobody_knows_have_no_series(make_server: MakeServer) -> None:
+    async def shown(server: Server) -> set[str]:
+        return {key[0] for key in await metrics_of(server)} & (_GAUGES | _STEP_GAUGES)
+
+    async with make_server() as server:
+        assert await shown(server) == set()
+        server.engine.emit(Outputs([], StepStats(free_blocks=64)))
+        assert await shown(server) == _GAUGES
+        assert (await metrics_of(server))["punica_free_blocks",] == 64
+        server.engine.emit(Outputs([], StepStats(free_blocks=64, steps=1, last_step_seconds=0.1)))
+        assert await shown(server) == _GAUGES | _STEP_GAUGES
+        server.engine.lose()
+        assert await shown(server) == set()
+        assert (await metrics_of(server))["punica_steps_total",] == 1  # what was counted stays true
+
+
 async def test_totals_outlive_the_worker(server: Server) -> None:
     server.engine.emit(Outputs([], StepStats(preemptions=7)))
     server.engine.lose()

@@ -48,6 +48,7 @@ class Worker:
             pass
         self._send(protocol.Progress("loading", 0.5))
         self._send(protocol.Ready(layout))
+        self._send(protocol.Outputs([], protocol.StepStats()))
 
     def _commands(self, block: bool) -> Iterator[protocol.Command]:
         try:

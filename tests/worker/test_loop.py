@@ -33,7 +33,9 @@ TIMEOUT = 30.0
 
 
 class LocalChannel:
-    """The worker's end without a socket."""
+    """The worker's end without a socket. first: what the loop sent before it had any command."""
+
+    first: Event
 
     def __init__(self) -> None:
         self.wake = threading.Event()
@@ -102,6 +104,7 @@ def channel(rig: Rig, runner: HeldRunner) -> Iterator[LocalChannel]:
     loop = Loop(channel, Engine(rig.scheduler, AdapterCache({}, torch.float32, 1), runner))  # type: ignore[arg-type]
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
+    channel.first = channel.events.get(timeout=TIMEOUT)
     yield channel
     channel.command(Shutdown())
     runner.go.release(100)
@@ -111,6 +114,13 @@ def channel(rig: Rig, runner: HeldRunner) -> Iterator[LocalChannel]:
 
 def outputs_of(events: list[Event], request_id: int) -> list[SequenceOutput]:
     return [o for event in events if isinstance(event, Outputs) for o in event.outputs if o.request_id == request_id]
+
+
+def test_the_gauges_are_told_before_there_is_work(channel: LocalChannel, rig: Rig) -> None:
+    assert isinstance(channel.first, Outputs)
+    assert channel.first.stats is not None
+    assert (channel.first.stats.free_blocks, channel.first.stats.steps) == (rig.pool.num_blocks, 0)
+    assert channel.events.empty()
 
 
 def test_all_tokens_come_and_then_the_news_that_nothing_is_left(
