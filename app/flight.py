@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from app.metrics import ModelMetrics
 from punica_core.errors import PunicaError, from_wire
-from punica_core.protocol import AdapterRef, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from punica_core.protocol import AdapterRef, FinishReason, LogprobTable, SamplingParams, SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class SequenceStream:
         self.request = request
         self.flight = flight
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.logprobs = LogprobTable()
+        self.prompt_logprobs: LogprobTable | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.error: PunicaError | None = None
@@ -76,9 +76,9 @@ class SequenceStream:
         token_ids, self.token_ids = self.token_ids, []
         return token_ids
 
-    def take_logprobs(self) -> list[TokenLogprobs]:
+    def take_logprobs(self) -> LogprobTable:
         """The logprobs that arrived since the last call, one for each token if they were asked for."""
-        logprobs, self.logprobs = self.logprobs, []
+        logprobs, self.logprobs = self.logprobs, LogprobTable()
         return logprobs
 
     def cancel(self) -> None:
@@ -92,7 +92,7 @@ class SequenceStream:
             self._observe(output, count, now)
             self.token_ids += output.token_ids
         if output.logprobs:
-            self.logprobs += output.logprobs
+            self.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason is not None:
@@ -189,6 +189,11 @@ class Flight:
         for sequence in changed:
             sequence._announced = False
         return changed
+
+    @property
+    def is_abandoned(self) -> bool:
+        """The client left."""
+        return self._gone
 
     def nudge(self) -> None:
         """Let a waiting reader go on without news."""

@@ -5,7 +5,7 @@ A chunk with nothing but text, the usual one, is put together from bytes made on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +13,10 @@ import msgspec
 
 from app import logprobs as shapes
 from app.generation import Job
+from app.json_parts import JsonParts
 from app.output_text import OutputText, Piece
 from app.tokenizer import Tokenizer
+from punica_core.protocol import LogprobTable
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -62,14 +64,14 @@ class Format(Protocol):
         usage_follows: chunks carry `"usage": null`, because the stream ends with a usage chunk.
         """
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
-        """SSE events for a non-empty piece of a choice."""
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """SSE events for a non-empty piece of a choice: many logprobs come in several."""
 
     def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
         """The SSE event that has usage and no choices."""
 
-    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
-        """The body of a response that is not streamed."""
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> Iterator[bytes]:
+        """The body of a response that is not streamed, part by part: many logprobs come in several."""
 
 
 class _Chunks:
@@ -110,45 +112,54 @@ class ChatFormat:
         self._head = head
         self._chunks = _Chunks(head, "chat.completion.chunk", usage_follows=usage_follows)
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
-        events = b"" if index in self._parts else self._role_event(index)
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
+        if index not in self._parts:
+            yield self._role_event(index)
         if piece.logprobs:
-            events += self._chunks.event(_delta(index, {"content": piece.text}, self._logprobs(piece.logprobs)))
+            text = piece.text
+            for entries in self._entries([piece]):
+                yield self._chunks.event(_delta(index, {"content": text}, {"content": entries, "refusal": None}))
+                text = ""
         elif piece.text:
             before, after = self._parts[index]
-            events += before + _encode(piece.text) + after
+            yield before + _encode(piece.text) + after
         if piece.finish_reason is not None:
-            events += self._chunks.event(_delta(index, {}, None, piece.finish_reason))
-        return events
+            yield self._chunks.event(_delta(index, {}, None, piece.finish_reason))
 
     def _role_event(self, index: int) -> bytes:
         self._parts[index] = self._chunks.text_event_parts(_delta(index, {"content": _MARK}), _MARK)
         return self._chunks.event(_delta(index, {"role": "assistant", "content": ""}))
 
-    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
-        return {"content": shapes.chat_entries(entries, self._token_bytes), "refusal": None}
+    def _entries(self, pieces: Sequence[Piece]) -> Iterator[list[dict[str, Any]]]:
+        for table in shapes.sliced(piece.logprobs for piece in pieces):
+            yield shapes.chat_entries(table, self._token_bytes)
 
     def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
         return self._chunks.usage_event(usage(job, outputs))
 
-    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> Iterator[bytes]:
         choices = []
-        for index, parts in enumerate(pieces):
-            entries = [entry for part in parts for entry in part.logprobs]
-            message = {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None}
+        parts = JsonParts()
+        for index, of_choice in enumerate(pieces):
+            message = {"role": "assistant", "content": "".join(piece.text for piece in of_choice), "refusal": None}
+            logprobs = None
+            if self._with_logprobs:
+                logprobs = {"content": parts.place(self._entries(of_choice)), "refusal": None}
             choices.append(
                 {
                     "index": index,
                     "message": message,
-                    "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+                    "logprobs": logprobs,
                     "finish_reason": outputs[index].finish_reason,
                 }
             )
         body = self._head.fields("chat.completion") | {"choices": choices, "usage": usage(job, outputs)}
         if self._prompt_logprobs is not None:
-            scored = outputs[0].stream.prompt_logprobs or []
-            body["prompt_logprobs"] = shapes.prompt_entries(scored, self._prompt_logprobs, self._token_bytes)
-        return _encode(body)
+            scored = outputs[0].stream.prompt_logprobs or LogprobTable()
+            body["prompt_logprobs"] = parts.place(
+                shapes.prompt_entries(scored, self._prompt_logprobs, self._token_bytes)
+            )
+        return parts.of(body)
 
 
 def _delta(
@@ -177,11 +188,8 @@ class CompletionFormat:
         self._job = job
         self._echo = echo
         self._prompt_logprobs = prompt_logprobs
-        self._collectors = (
-            [shapes.CompletionLogprobs(tokenizer.token_bytes, alternatives) for _ in job.requests]
-            if alternatives is not None
-            else None
-        )
+        self._alternatives = alternatives
+        self._collectors: dict[int, shapes.CompletionLogprobs] = {}
         self._parts: dict[int, tuple[bytes, bytes]] = {}
         self._outputs = outputs
 
@@ -189,61 +197,87 @@ class CompletionFormat:
         self._head = head
         self._chunks = _Chunks(head, "text_completion", usage_follows=usage_follows)
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
-        events = b"" if index in self._parts else self._first_events(index)
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
+        if index not in self._parts:
+            yield from self._first_events(index)
         if piece.finish_reason is None and not piece.logprobs:
             before, after = self._parts[index]
-            return events + before + _encode(piece.text) + after
-        lists = self._lists(index, piece)
-        return events + self._chunks.event(_text_choice(index, piece.text, lists, piece.finish_reason))
+            yield before + _encode(piece.text) + after
+            return
+        text, rest = piece.text, len(piece.logprobs) if self._alternatives is not None else 0
+        for rows in shapes.output_rows([piece.logprobs]) if rest else ():
+            rest -= len(rows.ids)
+            lists = self._collector(index).lists(rows)
+            yield self._chunks.event(_text_choice(index, text, lists, None if rest else piece.finish_reason))
+            text = ""
+        if self._alternatives is None or not piece.logprobs:
+            yield self._chunks.event(_text_choice(index, text, None, piece.finish_reason))
 
-    def _first_events(self, index: int) -> bytes:
+    def _first_events(self, index: int) -> Iterator[bytes]:
         self._parts[index] = self._chunks.text_event_parts(_text_choice(index, _MARK), _MARK)
         if not self._echo:
-            return b""
-        return self._chunks.event(_text_choice(index, self._prompt_text(index), self._prompt_lists(index)))
+            return
+        text = self._prompt_text(index)
+        for rows in self._prompt_rows(index):
+            yield self._chunks.event(_text_choice(index, text, self._collector(index).lists(rows)))
+            text = ""
+        if self._alternatives is None:
+            yield self._chunks.event(_text_choice(index, text))
 
     def _prompt_text(self, index: int) -> str:
         return self._job.prompts[index // self._job.n].text
 
-    def _lists(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        if self._collectors is None or not piece.logprobs:
-            return None
-        return self._collectors[index].lists(piece.logprobs)
+    def _collector(self, index: int) -> shapes.CompletionLogprobs:
+        found = self._collectors.get(index)
+        if found is None:
+            tokenizer, prompt = self._tokenizer, self._prompt_text(index)
+            found = self._collectors[index] = shapes.CompletionLogprobs(
+                tokenizer.token_bytes, self._alternatives or 0, tokenizer.is_special, prompt
+            )
+        return found
 
-    def _prompt_lists(self, index: int) -> dict[str, Any] | None:
+    def _prompt_rows(self, index: int) -> Iterator[shapes.Rows]:
+        """Of an echoed prompt that was scored."""
         logprobs = self._outputs[index].stream.prompt_logprobs
-        if self._collectors is None or logprobs is None:
-            return None
-        prompt = self._job.prompts[index // self._job.n]
-        return self._collectors[index].prompt_lists(prompt.ids, logprobs, self._tokenizer.is_special, prompt.text)
+        if self._alternatives is not None and logprobs is not None:
+            yield from shapes.prompt_rows(self._job.prompts[index // self._job.n].ids, logprobs)
 
     def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
         return self._chunks.usage_event(usage(job, outputs))
 
-    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, job: Job, outputs: Sequence[OutputText], pieces: Sequence[Sequence[Piece]]) -> Iterator[bytes]:
+        parts = JsonParts()
         choices = [
-            self._choice(place, index, outputs[index], pieces[index])
+            self._choice(place, index, outputs[index], pieces[index], parts)
             for place, index in enumerate(_given_back(job, outputs))
         ]
-        return _encode(self._head.fields("text_completion") | {"choices": choices, "usage": usage(job, outputs)})
+        return parts.of(self._head.fields("text_completion") | {"choices": choices, "usage": usage(job, outputs)})
 
-    def _choice(self, place: int, index: int, output: OutputText, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _choice(
+        self, place: int, index: int, output: OutputText, pieces: Sequence[Piece], parts: JsonParts
+    ) -> dict[str, Any]:
         """Sequence `index` as choice `place`."""
-        prompt_lists = self._prompt_lists(index) if self._echo else None
-        lists = [prompt_lists, *(self._lists(index, piece) for piece in pieces)]
         text = "".join(piece.text for piece in pieces)
         choice = _text_choice(
             place,
             self._prompt_text(index) + text if self._echo else text,
-            shapes.joined([entry for entry in lists if entry]) if self._collectors is not None else None,
+            self._lists(index, pieces, parts) if self._alternatives is not None else None,
             output.finish_reason,
         )
         if self._prompt_logprobs is not None:
-            scored = output.stream.prompt_logprobs or []
+            scored = output.stream.prompt_logprobs or LogprobTable()
             entries = shapes.prompt_entries(scored, self._prompt_logprobs, self._tokenizer.token_bytes)
-            choice["prompt_logprobs"] = entries
+            choice["prompt_logprobs"] = parts.place(entries)
         return choice
+
+    def _lists(self, index: int, pieces: Sequence[Piece], parts: JsonParts) -> dict[str, Any]:
+        def rows() -> Iterator[shapes.Rows]:
+            if self._echo:
+                yield from self._prompt_rows(index)
+            yield from shapes.output_rows(piece.logprobs for piece in pieces)
+
+        columns = self._collector(index).columns
+        return {name: parts.place(map(values, rows())) for name, values in columns.items()}
 
 
 def _given_back(job: Job, outputs: Sequence[OutputText]) -> list[int]:

@@ -15,11 +15,9 @@ from app.messages import Message
 from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core.errors import ContextLengthExceeded, InvalidRequest
-from punica_core.protocol import SamplingParams
+from punica_core.protocol import MAX_LOGPROBS, SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
-MAX_SCORED_TOKENS = 1 << 17
-"""Prompt tokens that a request may have scored, over all its choices: each gets an entry of up to 20 alternatives."""
 _MESSAGE_COST = 64
 
 ResultT = TypeVar("ResultT")
@@ -45,6 +43,51 @@ class Job:
     choices: int
     requests: list[SequenceRequest]
 
+    @property
+    def num_logprobs(self) -> int:
+        """Logprobs that the engine may send for it, alternatives included."""
+        return sum(request.sampling.num_logprobs(len(request.prompt_ids)) for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The logprobs that a request wants.
+
+    generated, prompt: alternatives of each token, None for no logprobs. field: of the request, which asks for the
+    prompt's.
+    """
+
+    generated: int | None
+    prompt: int | None
+    field: str = "prompt_logprobs"
+
+    def room(self, num_prompt: int, num_sequences: int) -> int | None:
+        """Tokens that each of a request's sequences may generate; None: as many as it likes.
+
+        num_prompt: tokens of all sequences' prompts. Raises InvalidRequest if the prompts' logprobs alone are too many.
+        """
+        scored = 0 if self.prompt is None else num_prompt * (1 + self.prompt)
+        if scored > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"{self.field} asks for {scored} logprobs ({num_prompt} prompt tokens, prompts x n, with "
+                f"{self.prompt} alternatives each); at most {MAX_LOGPROBS} are given. Ask for fewer alternatives, "
+                "lower n, or split the request.",
+                param=self.field,
+            )
+        if self.generated is None:
+            return None
+        return (MAX_LOGPROBS - scored) // (num_sequences * (1 + self.generated))
+
+    def check_room(self, max_tokens: int, room: int | None, num_sequences: int) -> None:
+        """Raise InvalidRequest for more generated tokens than there is room for."""
+        if room is not None and max_tokens > room:
+            raise InvalidRequest(
+                f"logprobs asks for those of {max_tokens * num_sequences} generated tokens (prompts x n x max_tokens) "
+                f"with {self.generated} alternatives each; at most {MAX_LOGPROBS} logprobs are given, the prompts' "
+                "included. Ask for fewer alternatives, or lower n or max_tokens.",
+                param="logprobs",
+            )
+
 
 async def chat_job(
     body: ChatRequest, tokenizer: Tokenizer, max_model_len: int, template: ChatTemplate | None = None
@@ -68,11 +111,12 @@ async def chat_job(
 
     ids = await off_loop_if_large(text_size(body.messages), prompt_ids)
     n = body.n or 1
-    if body.prompt_logprobs is not None:
-        _check_scored([Prompt(ids)], n, "prompt_logprobs")
-    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=None, prompt_field="messages")
-    alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, tokenizer.vocab_size, limit, logprobs=alternatives, prompt_logprobs=body.prompt_logprobs)
+    scores = Scores((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+    room = scores.room(n * len(ids), n)
+    default = None if room is None else max(room, 1)
+    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=default, prompt_field="messages")
+    scores.check_room(limit, room, n)
+    sampling = _sampling(body, tokenizer.vocab_size, limit, scores)
     return _job([Prompt(ids)], [sampling], n, n)
 
 
@@ -83,25 +127,24 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
     prompts = await off_loop_if_large(
         size, lambda: _completion_prompts(given, tokenizer, max_model_len, with_text=bool(body.echo))
     )
+    scores, n = _scores(body), body.candidates
+    count = n * len(prompts)
+    room = scores.room(n * sum(len(prompt.ids) for prompt in prompts), count)
+    default = _DEFAULT_COMPLETION_TOKENS if room is None else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
     samplings = []
-    prompt_logprobs = _scored_alternatives(body)
-    logprobs = body.logprobs
-    if body.candidates > body.choices and logprobs is None:
-        logprobs = 0  # the best are chosen by them
-    if prompt_logprobs is not None:
-        _check_scored(prompts, body.candidates, "echo" if body.prompt_logprobs is None else "prompt_logprobs")
     for prompt in prompts:
-        limit = _output_limit(
-            len(prompt.ids),
-            body.max_tokens,
-            max_model_len,
-            default=_DEFAULT_COMPLETION_TOKENS,
-            prompt_field="prompt",
-        )
-        samplings.append(
-            _sampling(body, tokenizer.vocab_size, limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        )
-    return _job(prompts, samplings, body.candidates, body.choices)
+        limit = _output_limit(len(prompt.ids), body.max_tokens, max_model_len, default=default, prompt_field="prompt")
+        scores.check_room(limit, room, count)
+        samplings.append(_sampling(body, tokenizer.vocab_size, limit, scores))
+    return _job(prompts, samplings, n, body.choices)
+
+
+def _scores(body: CompletionRequest) -> Scores:
+    generated = body.logprobs
+    if body.candidates > body.choices and generated is None:
+        generated = 0  # the best are chosen by them
+    field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+    return Scores(generated, _scored_alternatives(body), field)
 
 
 def _scored_alternatives(body: CompletionRequest) -> int | None:
@@ -110,16 +153,6 @@ def _scored_alternatives(body: CompletionRequest) -> int | None:
     if body.max_tokens == 0:
         wanted.append(0)  # the one thing for which the engine runs a prompt without generating
     return max((count for count in wanted if count is not None), default=None)
-
-
-def _check_scored(prompts: list[Prompt], n: int, field: str) -> None:
-    scored = n * sum(len(prompt.ids) for prompt in prompts)
-    if scored > MAX_SCORED_TOKENS and n * len(prompts) > 1:
-        raise InvalidRequest(
-            f"{field} asks for the logprobs of {scored} prompt tokens (prompts x n); at most {MAX_SCORED_TOKENS} "
-            "are given. Lower n or split the request.",
-            param=field,
-        )
 
 
 async def off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
@@ -189,14 +222,7 @@ def _output_limit(
     return wanted
 
 
-def _sampling(
-    body: GenerationRequest,
-    vocab_size: int,
-    max_tokens: int,
-    *,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
+def _sampling(body: GenerationRequest, vocab_size: int, max_tokens: int, scores: Scores) -> SamplingParams:
     stop_token_ids = tuple(body.stop_token_ids or ())
     if stop_token_ids:
         check_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
@@ -217,8 +243,8 @@ def _sampling(
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=stop_token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=scores.generated,
+        prompt_logprobs=scores.prompt,
     )
 
 

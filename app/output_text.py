@@ -9,7 +9,7 @@ from app.detokenizer import Detokenizer, StopStrings
 from app.flight import SequenceStream
 from app.logprobs import clamp
 from punica_core.errors import InternalError
-from punica_core.protocol import FinishReason, TokenLogprobs
+from punica_core.protocol import FinishReason, LogprobTable
 
 _ENDS_OF_TEXT = (None, FinishReason.STOP, FinishReason.LENGTH)
 
@@ -19,7 +19,7 @@ class Piece:
     """What a reader of a sequence may give out now. finish_reason: "stop" or "length" in the last piece."""
 
     text: str
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobTable = field(default_factory=LogprobTable)
     finish_reason: str | None = None
 
     @property
@@ -117,7 +117,7 @@ class OutputText:
         assert self._stops is not None
         found, ready = self._read_by_token(self._stops), self._ready
         ready.text += found.text
-        ready.logprobs += found.logprobs
+        ready.logprobs.extend(found.logprobs)
         ready.finish_reason = found.finish_reason
         return found.finish_reason is not None
 
@@ -136,8 +136,9 @@ class OutputText:
             texts.append(text)
             if found:
                 self.finish_reason = "stop"
-                self._add(logprobs[: position + 1])
-                return Piece("".join(texts), logprobs[: position + 1], "stop")
+                logprobs = logprobs.part(0, position + 1)
+                self._add(logprobs)
+                return Piece("".join(texts), logprobs, "stop")
         self.completion_tokens += len(token_ids) - len(shown)
         self._add(logprobs)
         ended = self.stream.finish_reason
@@ -147,9 +148,8 @@ class OutputText:
         texts += [text] if found else [text, stops.flush()]
         return Piece("".join(texts), self._listed(logprobs, shown), self._end(ended))
 
-    def _add(self, logprobs: list[TokenLogprobs]) -> None:
-        for entry in logprobs:
-            self._logprob_sum += clamp(entry.logprob)
+    def _add(self, logprobs: LogprobTable) -> None:
+        self._logprob_sum += sum(map(clamp, logprobs.own))
 
     def _shown(self, token_ids: list[int]) -> list[int]:
         """Without the stop token at the end, which is no part of the text unless asked for."""
@@ -159,8 +159,8 @@ class OutputText:
             return token_ids[:-1]
         return token_ids
 
-    def _listed(self, logprobs: list[TokenLogprobs], shown: list[int]) -> list[TokenLogprobs]:
-        return logprobs if self._list_stop_token else logprobs[: len(shown)]
+    def _listed(self, logprobs: LogprobTable, shown: list[int]) -> LogprobTable:
+        return logprobs if self._list_stop_token else logprobs.part(0, len(shown))
 
     def _end(self, reason: FinishReason) -> str:
         if reason not in _ENDS_OF_TEXT:

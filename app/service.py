@@ -13,6 +13,7 @@ from pathlib import Path
 from app.adapter_loading import AdapterLoader
 from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
+from app.budget import Budget
 from app.chat_template import ChatTemplate
 from app.formats import Head
 from app.keys import ApiKey, KeyStore
@@ -28,11 +29,13 @@ from punica_core.adapters.roots import AdapterRoots
 from punica_core.client import EngineClient
 from punica_core.config import EngineConfig, EngineLayout, is_model_path
 from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
-from punica_core.protocol import AdapterRef, Event, Outputs, Progress, StepStarted
+from punica_core.protocol import MAX_LOGPROBS, AdapterRef, Event, Outputs, Progress, StepStarted
 
 log = logging.getLogger(__name__)
 
 _MAX_UNKNOWN_FIELDS = 100
+MAX_HELD_LOGPROBS = 32 * MAX_LOGPROBS
+"""Logprobs that all unfinished answers may hold together: a gigabyte."""
 
 
 def version() -> str:
@@ -118,6 +121,7 @@ class Service:
         self.metrics = Metrics(
             self.all_names, lambda: self.batcher.in_flight, lambda: self.batcher.queued_tokens, [self.usages]
         )
+        self.logprobs = Budget(MAX_HELD_LOGPROBS)
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._templates: AdapterTemplates | None = None

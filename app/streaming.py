@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,6 +24,7 @@ from app.output_text import OutputText, Piece
 from app.parsing import collector_paused
 from app.tokenizer import LONG_TEXT
 from punica_core.errors import PunicaError
+from punica_core.protocol import LogprobTable
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,6 +32,8 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _KEEP_ALIVE = b": keep-alive\n\n"
+PART_BYTES = 1 << 20
+"""About as much of an answer is in memory as text, whatever it has in all."""
 _LOGPROB_COST = 32
 """Characters of text that take as long to write as one logprob."""
 
@@ -38,7 +42,8 @@ class GenerationResponse(Response):
     """The answer to one generation request.
 
     head: called with the adapter_key when the first output is there. retry_after: seconds, for 503.
-    keep_alive: seconds of silence after which a stream sends a comment.
+    keep_alive: seconds of silence after which a stream sends a comment. on_end: called when nothing of the answer is
+    kept any more.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class GenerationResponse(Response):
         include_usage: bool,
         keep_alive: float,
         retry_after: Callable[[], int],
+        on_end: Callable[[], None],
     ) -> None:
         self.background = None
         self.status_code = 200
@@ -65,6 +71,7 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
         self._keep_alive = keep_alive
         self._retry_after = retry_after
+        self._on_end = on_end
         self._begun: set[int] = set()  # choices that a stream has told something of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,6 +87,7 @@ class GenerationResponse(Response):
             await self._send_failure(failed, scope, receive, send)
         finally:
             self._flight.close()
+            self._on_end()
             watcher.cancel()
             self._flight.metrics.finish(status, time.perf_counter() - self._flight.arrived_at)
 
@@ -91,9 +99,16 @@ class GenerationResponse(Response):
                 pieces[index].append(piece)
         self._begin()
         cost = sum(_cost(piece) for parts in pieces for piece in parts) + sum(map(_prompt_cost, self._outputs))
-        body = await _write(cost, lambda: self._answer.whole(self._job, self._outputs, pieces))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        parts = _Parts(self._answer.whole(self._job, self._outputs, pieces), cost)
+        body = await parts.next()
+        headers = [(b"content-type", b"application/json")]
+        if parts.is_done:
+            headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while not parts.is_done:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._check_reader()
+            body = await parts.next()
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
@@ -109,16 +124,19 @@ class GenerationResponse(Response):
                 if changed and not begun:
                     begun = True
                     self._begin()
-                events = await self._written(pieces)
-                if events or not changed:
-                    await send({"type": "http.response.body", "body": events or _KEEP_ALIVE, "more_body": True})
-                    silence.broken()
+                events = self._events(pieces)
+                while not events.is_done:
+                    body = await events.next()
+                    if body or not changed:
+                        await send({"type": "http.response.body", "body": body or _KEEP_ALIVE, "more_body": True})
+                        silence.broken()
+                    self._check_reader()
         finally:
             silence.end()
         last = self._answer.usage_chunk(self._job, self._outputs) + DONE if self._include_usage else DONE
         await send({"type": "http.response.body", "body": last})
 
-    async def _written(self, pieces: list[tuple[int, Piece]]) -> bytes:
+    def _events(self, pieces: list[tuple[int, Piece]]) -> _Parts:
         """The events of pieces. A slow client's may have gathered, and a choice's first has its prompt's logprobs."""
         told = [(index, piece) for index, piece in pieces if not piece.is_empty]
         cost = sum(_cost(piece) for _, piece in told)
@@ -126,7 +144,12 @@ class GenerationResponse(Response):
             if index not in self._begun:
                 self._begun.add(index)
                 cost += _prompt_cost(self._outputs[index])
-        return await _write(cost, lambda: b"".join([self._answer.chunks(index, piece) for index, piece in told]))
+        return _Parts(itertools.chain.from_iterable(self._answer.chunks(index, piece) for index, piece in told), cost)
+
+    def _check_reader(self) -> None:
+        """Raise ClientGone if nobody takes what is sent: an answer of many parts need not be written to its end."""
+        if self._flight.is_abandoned:
+            raise ClientGone
 
     def _begin(self) -> None:
         keys = (output.stream.adapter_key for output in self._outputs)
@@ -155,30 +178,50 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": events})
 
 
-async def _write(cost: int, write: Callable[[], bytes]) -> bytes:
-    """What `write` returns: on a thread if it would hold the event loop, and without looking for garbage among the
-    millions of objects that logprobs can be."""
-    if cost <= LONG_TEXT:
-        return write()
+class _Parts:
+    """An answer in parts of about PART_BYTES: each is made when it is asked for, on a thread if that would hold the
+    event loop, and without looking for garbage among the many objects that its logprobs are meanwhile.
 
-    def written() -> bytes:
-        with collector_paused():
-            return write()
+    cost: of writing all of it, in characters of text. is_done: the last part was taken.
+    """
 
-    return await asyncio.to_thread(written)
+    def __init__(self, pieces: Iterator[bytes], cost: int) -> None:
+        self._pieces = pieces
+        self._cost = cost
+        self._ahead = b""
+        self.is_done = False
+
+    async def next(self) -> bytes:
+        """The next part."""
+        return self._take() if self._cost <= LONG_TEXT else await asyncio.to_thread(self._take)
+
+    def _take(self) -> bytes:
+        taken, size = [self._ahead], len(self._ahead)
+        with collector_paused() if self._cost > LONG_TEXT else contextlib.nullcontext():
+            for piece in self._pieces:
+                if size >= PART_BYTES:
+                    self._ahead = piece
+                    break
+                taken.append(piece)
+                size += len(piece)
+            else:
+                self.is_done = True
+        return b"".join(taken)
 
 
 def _cost(piece: Piece) -> int:
-    """Of writing it as JSON, in characters of text. All entries have as many alternatives."""
-    entries = piece.logprobs
-    return len(piece.text) + (_LOGPROB_COST * len(entries) * (1 + len(entries[0].top)) if entries else 0)
+    """Of writing it as JSON, in characters of text."""
+    return len(piece.text) + _table_cost(piece.logprobs)
 
 
 def _prompt_cost(output: OutputText) -> int:
-    """The same of the prompt's logprobs, of which the first is None."""
-    entries = output.stream.prompt_logprobs
-    last = entries[-1] if entries else None
-    return _LOGPROB_COST * len(entries) * (1 + len(last.top)) if entries and last is not None else 0
+    """The same of the prompt's logprobs."""
+    table = output.stream.prompt_logprobs
+    return 0 if table is None else _table_cost(table)
+
+
+def _table_cost(table: LogprobTable) -> int:
+    return _LOGPROB_COST * len(table) * table.width
 
 
 class _Failed(Exception):

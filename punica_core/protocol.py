@@ -12,15 +12,22 @@ stands for the missing terminal outputs.
 from __future__ import annotations
 
 import enum
-import gc
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from punica_core.config import EngineConfig, EngineLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_LARGE_BODY = 1 << 18
+MAX_LOGPROBS = 1 << 22
+"""Log-probabilities that one sequence, and one request over all its sequences, may be given: of scored prompt tokens
+and of generated ones, each with its alternatives. They take 8 bytes each on the wire and in the front end, so that what
+is told of one sequence always fits a frame."""
+
+_VALUE_BYTES = 4
 
 
 class FinishReason(enum.StrEnum):
@@ -66,6 +73,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         """Whether a score depends on which tokens came before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def num_logprobs(self, num_prompt: int) -> int:
+        """Logprobs that a sequence can be given at most, alternatives included."""
+        scored = 0 if self.prompt_logprobs is None else num_prompt * (1 + self.prompt_logprobs)
+        return scored + (0 if self.logprobs is None else self.max_tokens * (1 + self.logprobs))
 
 
 class FileSignature(msgspec.Struct, frozen=True, array_like=True):
@@ -149,11 +161,66 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class LogprobTable(msgspec.Struct, array_like=True, gc=False):
+    """Logprobs of consecutive tokens, each with as many alternatives: a sequence of `TokenLogprobs`, in 8 bytes a value
+    where objects take some 110.
+
+    width: 1 + number of alternatives. token_ids, values: int32 and fp32 [n, width], little-endian: of the token itself,
+    then of the alternatives, best first.
+    """
+
+    width: int = 1
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)
+    values: bytearray = msgspec.field(default_factory=bytearray)
+
+    @classmethod
+    def of(cls, entries: Sequence[TokenLogprobs]) -> LogprobTable:
+        """Raises ValueError unless all entries have as many alternatives."""
+        table = cls(1 + len(entries[0].top)) if entries else cls()
+        form = struct.Struct(f"<{table.width}i"), struct.Struct(f"<{table.width}f")
+        for entry in entries:
+            if 1 + len(entry.top) != table.width:
+                raise ValueError(f"{len(entry.top)} alternatives among entries of {table.width - 1}")
+            table.token_ids += form[0].pack(entry.token_id, *[token_id for token_id, _ in entry.top])
+            table.values += form[1].pack(entry.logprob, *[logprob for _, logprob in entry.top])
+        return table
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // (_VALUE_BYTES * self.width)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        form = f"<{self.width}i", f"<{self.width}f"
+        rows = zip(struct.iter_unpack(form[0], self.token_ids), struct.iter_unpack(form[1], self.values), strict=True)
+        for ids, values in rows:
+            yield TokenLogprobs(ids[0], values[0], list(zip(ids[1:], values[1:], strict=True)))
+
+    def extend(self, other: LogprobTable) -> None:
+        """Append the rows of a table of the same width; an empty one takes any."""
+        if not self.token_ids:
+            self.width = other.width
+        elif other.width != self.width and other.token_ids:
+            raise ValueError(f"rows of width {other.width} behind those of {self.width}")
+        self.token_ids += other.token_ids
+        self.values += other.values
+
+    def part(self, start: int, stop: int) -> LogprobTable:
+        """A copy of the rows from start to before stop."""
+        row = _VALUE_BYTES * self.width
+        cut = slice(start * row, stop * row)
+        return LogprobTable(self.width, self.token_ids[cut], self.values[cut])
+
+    @property
+    def own(self) -> Sequence[float]:
+        """The logprob of each token itself."""
+        return array("f", self.values)[:: self.width]  # the machines that we run on are little-endian
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What a step produced for one sequence.
 
     token_ids: new tokens, in order; a stop id that ended the sequence is the last of them.
-    logprobs: one entry per new token if asked for. prompt_logprobs: once, with the first output; None at position 0.
+    logprobs: one entry per new token if asked for. prompt_logprobs: once, with the first output: entry i is of the
+    prompt's token at position 1 + i, since the first token has none.
     stop_token_id: the stop id that ended the sequence, if one did.
     error_code, error_message: with finish_reason ERROR (see errors.from_wire).
     cached_tokens: prompt tokens read from the prefix cache (reported with the first token).
@@ -163,8 +230,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     request_id: int
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: LogprobTable | None = None
+    prompt_logprobs: LogprobTable | None = None
     stop_token_id: int | None = None
     error_code: str = ""
     error_message: str = ""
@@ -259,6 +326,16 @@ def encode(message: Command | Event) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
+def event_frames(event: Event) -> list[bytes]:
+    """The event as one frame, or outputs that would exceed what a frame may hold as several, in order."""
+    frame = encode(event)
+    if len(frame) - 4 <= MAX_FRAME_BYTES or not isinstance(event, Outputs) or len(event.outputs) < 2:
+        return [frame]
+    half = len(event.outputs) // 2
+    parts = Outputs(event.outputs[:half]), Outputs(event.outputs[half:], event.stats)
+    return [frame for part in parts for frame in event_frames(part)]
+
+
 def decode_command(body: bytes) -> Command:
     """Decode a frame's body; a wrong type or unknown tag raises `msgspec.ValidationError` with its path."""
     return _command_decoder.decode(body)
@@ -266,11 +343,4 @@ def decode_command(body: bytes) -> Command:
 
 def decode_event(body: bytes) -> Event:
     """Decode a frame's body; a wrong type or unknown tag raises `msgspec.ValidationError` with its path."""
-    was_enabled = len(body) > _LARGE_BODY and gc.isenabled()
-    if was_enabled:
-        gc.disable()  # or it looks again and again at the millions of new tuples of a long prompt's logprobs
-    try:
-        return _event_decoder.decode(body)
-    finally:
-        if was_enabled:
-            gc.enable()
+    return _event_decoder.decode(body)

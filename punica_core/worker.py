@@ -93,7 +93,8 @@ class Channel:
 
     def send(self, event: protocol.Event) -> None:
         """Queue an event; never blocks."""
-        self._outbox.put(protocol.encode(event))
+        for frame in protocol.event_frames(event):
+            self._outbox.put(frame)
 
     def _write(self) -> None:
         while (frame := self._outbox.get()) is not None:

@@ -95,8 +95,8 @@ def score(session: Session, answers: Sequence[Answer], adapters: Sequence[Adapte
         (scored,) = session.run([session.request(whole, 0, adapter, tenant="score", prompt_logprobs=1)])
         assert scored.last is not None
         assert scored.last.prompt_logprobs is not None
-        for entry in scored.last.prompt_logprobs[len(answer.request.prompt_ids) :]:
-            assert entry is not None
+        prompt_length = len(answer.request.prompt_ids)
+        for entry in scored.last.prompt_logprobs.part(prompt_length - 1, len(whole) - 1):
             margins.append(entry.top[0][1] - entry.logprob)
     return Margins.of(margins)
 

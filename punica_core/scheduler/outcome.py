@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from punica_core.errors import ContextLengthExceeded, InvalidRequest, PunicaError, to_wire
-from punica_core.protocol import FinishReason, NewSequence, SequenceOutput, TokenLogprobs
+from punica_core.protocol import (
+    MAX_LOGPROBS,
+    FinishReason,
+    LogprobTable,
+    NewSequence,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.plan import SampledToken
 from punica_core.scheduler.sequence import Sequence
@@ -27,6 +34,11 @@ def check_servable(request: NewSequence, limits: SchedulerLimits, num_blocks: in
             f"{sizes}; that needs {num_needed} KV blocks and the worker has {num_blocks}. "
             "Shorten the prompt, lower max_tokens, or raise kv_tokens."
         )
+    num_logprobs = request.sampling.num_logprobs(num_prompt)
+    if num_logprobs > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"{sizes}; with their alternatives that is {num_logprobs} logprobs, and at most {MAX_LOGPROBS} are given."
+        )
 
 
 def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason | None:
@@ -44,7 +56,7 @@ def finish_reason(sequence: Sequence, limits: SchedulerLimits) -> FinishReason |
 def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> SequenceOutput:
     """The output for the token that was just appended to `sequence`."""
     token_ids = [sampled.token_id]
-    logprobs = [sampled.logprobs] if sampled.logprobs is not None else None
+    logprobs = LogprobTable.of([sampled.logprobs]) if sampled.logprobs is not None else None
     is_first = len(sequence.token_ids) == sequence.num_prompt + 1
     if finish is None and not is_first:
         return SequenceOutput(sequence.request_id, token_ids, None, logprobs)
@@ -81,5 +93,5 @@ def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
 def keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
     """Add what a row that starts at `start` scored: entry i belongs to position start + 1 + i. A sequence that was
     preempted has some of them already."""
-    seen = sequence.prompt_logprobs or [None]
-    sequence.prompt_logprobs = [*seen, *entries[len(seen) - start - 1 :]]
+    fresh = entries[len(sequence.prompt_logprobs) - start :]
+    sequence.prompt_logprobs.extend(LogprobTable.of(fresh))

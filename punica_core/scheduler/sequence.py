@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from punica_core.kv.prefix_cache import PrefixChain
-from punica_core.protocol import AdapterRef, NewSequence, SamplingParams, TokenLogprobs
+from punica_core.protocol import AdapterRef, LogprobTable, NewSequence, SamplingParams
 from punica_core.scheduler.plan import BASE_SLOT, AdapterGrant
 
 
@@ -51,7 +51,7 @@ class Sequence:
     status: Status = Status.WAITING
     grant: AdapterGrant | None = None
     cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)
     serial: int = 0
     in_flight: int = 0
     admissions: int = 0

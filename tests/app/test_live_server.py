@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -239,3 +240,39 @@ def _is_alive(pid: str) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+CHAT = {"messages": [{"role": "user", "content": "A" * 3000}], "n": 16}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 20, "max_tokens": 3000}),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 20, "max_tokens": 3000, "stream": True}),
+        ("completions", {"prompt": [65] * 3000, "n": 16, "prompt_logprobs": 20, "max_tokens": 1}),
+    ],
+    ids=["whole", "stream", "prompt"],
+)
+async def test_an_answer_of_a_million_logprobs_is_never_all_in_memory(
+    model_dir: Path, route: str, body: dict[str, Any]
+) -> None:
+    """As they are kept they take 8 MB, as text some 50, as Python objects some 300."""
+    with running(model_dir) as server:
+        async with httpx.AsyncClient(timeout=60) as http:
+            url, body = f"{server.url}/v1/{route}", {"model": BASE} | body
+            small = await http.post(url, json=body | {"n": 1, "max_tokens": 1})
+            assert small.status_code == 200
+            before, size, most = resident_bytes(server.process.pid), 0, 0
+            async with http.stream("POST", url, json=body) as response:
+                assert response.headers.get("transfer-encoding") == "chunked"
+                async for part in response.aiter_raw():
+                    size += len(part)
+                    most = max(most, resident_bytes(server.process.pid) - before)
+    assert size > 35e6
+    assert most < 30e6

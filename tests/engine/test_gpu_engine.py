@@ -100,7 +100,7 @@ class Driver:
     def scored(self, request_id: int) -> list[float]:
         """Log-probabilities of the prompt's tokens but the first."""
         entries = next(output.prompt_logprobs for output in self.outputs[request_id] if output.prompt_logprobs)
-        return [entry.logprob for entry in entries if entry is not None]
+        return list(entries.own)
 
 
 @pytest.fixture(scope="module")

@@ -69,8 +69,7 @@ def test_nothing_to_generate_ends_with_length_after_the_prompt() -> None:
     (only,) = rig.outputs[0]
     assert (only.finish_reason, only.token_ids) == (FinishReason.LENGTH, [])
     assert only.prompt_logprobs is not None
-    assert len(only.prompt_logprobs) == 20
-    assert only.prompt_logprobs[0] is None
+    assert len(only.prompt_logprobs) == 19  # the first token has none
 
 
 def test_prompt_logprobs_of_several_chunks_come_once_with_the_first_token() -> None:
@@ -80,7 +79,7 @@ def test_prompt_logprobs_of_several_chunks_come_once_with_the_first_token() -> N
     rig.run()
     first, second = rig.outputs[0]
     assert first.prompt_logprobs is not None
-    assert [entry and entry.token_id for entry in first.prompt_logprobs] == [None, *request.prompt_ids[1:]]
+    assert [entry.token_id for entry in first.prompt_logprobs] == request.prompt_ids[1:]
     assert second.prompt_logprobs is None
 
 
@@ -206,3 +205,15 @@ def test_a_live_request_id_is_not_taken_twice() -> None:
     rig.add(new_sequence(0))
     with pytest.raises(AssertionError, match="request_id 0"):
         rig.scheduler.add(new_sequence(0), 0.0)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"logprobs": 20, "max_tokens": 200_000}, {"prompt_logprobs": 2**22, "max_tokens": 1}]
+)
+def test_more_logprobs_than_a_message_may_hold_are_refused(asked: dict[str, int]) -> None:
+    rig = make_rig(num_blocks=100_000, max_model_len=10**6)
+    with pytest.raises(InvalidRequest, match="at most 4194304"):
+        rig.add(new_sequence(0, **asked))
+    rig.add(new_sequence(1, **asked | {"logprobs": None, "prompt_logprobs": None, "max_tokens": 1}))
+    rig.run()
+    assert rig.end(1).finish_reason is FinishReason.LENGTH

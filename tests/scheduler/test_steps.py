@@ -97,7 +97,7 @@ def test_prompts_that_are_scored_share_a_budget_of_their_own() -> None:
         assert rig.tokens(request.request_id) == expected_tokens(request)
     for request in scored:
         (entries,) = (o.prompt_logprobs for o in rig.outputs[request.request_id] if o.prompt_logprobs is not None)
-        assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
+        assert [entry.token_id for entry in entries] == request.prompt_ids[1:]
 
 
 def test_a_scored_prompt_without_room_is_passed_until_it_is_overdue() -> None:

@@ -10,6 +10,7 @@ from punica_core.errors import PunicaError, WorkerLost, to_wire
 from punica_core.protocol import (
     Event,
     FinishReason,
+    LogprobTable,
     NewSequence,
     Outputs,
     Progress,
@@ -185,15 +186,18 @@ class _Running:
         adapter = self._sequence.adapter
         return f"key-of-{adapter.name}" if adapter is not None else ""
 
-    def _logprobs(self, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
+    def _logprobs(self, token_ids: Sequence[int]) -> LogprobTable | None:
         count = self._sequence.sampling.logprobs
-        return None if count is None else [_logprobs_of(token, count, self._logprob) for token in token_ids]
+        if count is None:
+            return None
+        return LogprobTable.of([_logprobs_of(token, count, self._logprob) for token in token_ids])
 
-    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+    def _prompt_logprobs(self) -> LogprobTable | None:
         count = self._sequence.sampling.prompt_logprobs
         if count is None:
             return None
-        return [None, *(_logprobs_of(token, count, self._logprob) for token in self._sequence.prompt_ids[1:])]
+        entries = [_logprobs_of(token, count, self._logprob) for token in self._sequence.prompt_ids[1:]]
+        return LogprobTable.of(entries)
 
 
 def _logprobs_of(token_id: int, count: int, logprob: float) -> TokenLogprobs:

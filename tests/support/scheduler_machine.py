@@ -283,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not reports
             return
         (entries,) = reports
-        assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
+        assert [entry.token_id for entry in entries] == request.prompt_ids[1:]
 
 
 class AheadMachine(SchedulerMachine):

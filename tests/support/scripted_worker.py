@@ -1,7 +1,8 @@
 """`python -m tests.support.scripted_worker --fd N`: a worker process that speaks the protocol and computes nothing.
 
-It answers each sequence with its prompt, over and over, one token a step. Prompts whose first token is one of the
-words below make it misbehave. Options: --model-dir and --step-seconds.
+It answers each sequence with its prompt, over and over, one token a step, but SCORED_A_STEP where logprobs are asked
+for: tokens 0 to 19 are the alternatives of each. Prompts whose first token is one of the words below make it misbehave.
+Options: --model-dir and --step-seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from punica_core import protocol
 from punica_core.config import EngineLayout
 
 CRASH, HANG, GARBAGE, MUTE = 55, 56, 57, 54  # "X", "Y", "Z", "W" in the byte-level vocabulary
+
+SCORED_A_STEP = 100
 
 
 class Worker:
@@ -97,15 +100,31 @@ class Worker:
 
     def _advance(self, request_id: int) -> protocol.SequenceOutput:
         sequence, done = self._running[request_id]
-        token = sequence.prompt_ids[done % len(sequence.prompt_ids)]
-        if done + 1 < sequence.sampling.max_tokens:
-            self._running[request_id] = (sequence, done + 1)
-            return protocol.SequenceOutput(request_id, [token])
-        del self._running[request_id]
-        return protocol.SequenceOutput(request_id, [token], protocol.FinishReason.LENGTH)
+        prompt, sampling = sequence.prompt_ids, sequence.sampling
+        count = min(1 if sampling.logprobs is None else SCORED_A_STEP, sampling.max_tokens - done)
+        token_ids = [prompt[place % len(prompt)] for place in range(done, done + count)]
+        is_last = done + count >= sampling.max_tokens
+        if is_last:
+            del self._running[request_id]
+        else:
+            self._running[request_id] = (sequence, done + count)
+        return protocol.SequenceOutput(
+            request_id,
+            token_ids,
+            protocol.FinishReason.LENGTH if is_last else None,
+            logprobs=_logprobs(token_ids, sampling.logprobs),
+            prompt_logprobs=_logprobs(prompt[1:], sampling.prompt_logprobs) if done == 0 else None,
+        )
 
     def _send(self, event: protocol.Event) -> None:
         self._connection.sendall(protocol.encode(event))
+
+
+def _logprobs(token_ids: list[int], alternatives: int | None) -> protocol.LogprobTable | None:
+    if alternatives is None:
+        return None
+    top = [(token_id, -0.125 - token_id) for token_id in range(alternatives)]
+    return protocol.LogprobTable.of([protocol.TokenLogprobs(token_id, -0.5, top) for token_id in token_ids])
 
 
 def main() -> None:
