@@ -33,6 +33,7 @@ from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, Pun
 from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
 from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
 from punica_core.lora.cache import AdapterCache, CacheStats
+from punica_core.lora.free_ranges import fewest_to_give
 from punica_core.lora.segments import Int32Array
 from punica_core.lora.table_modules import TableModules, largest_rank
 from punica_core.lora.tables import AdapterTables, Arena, shape_of
@@ -343,20 +344,14 @@ class GpuAdapterTier:
         """As few idle adapters as it takes, oldest first, to make room for an adapter, and a slot; None if all are not
         enough."""
         total = sum(part_sizes)
-        if self.arena.free.num_free + self._table.idle_bytes // self._dtype.itemsize < total:
+        free, least = self.arena.free, 0 if self._table.has_free_slot else 1
+        if free.num_free + self._table.idle_bytes // self._dtype.itemsize < total:
             return None  # the usual "no" costs no walk
-        victims: list[Resident] = []
-        trial = self.arena.free.copy()
-        needs_slot = not self._table.has_free_slot
-        idle = self._table.evictable(now)
-        while needs_slot or trial.num_free < total or trial.copy().take_parts(part_sizes) is None:
-            victim = next(idle, None)
-            if victim is None:
-                return None
-            needs_slot = False
-            victims.append(victim)
-            trial.give_runs(self._runs[victim.slot])
-        return victims
+        if not least and free.fits(part_sizes):
+            return []
+        idle = list(self._table.evictable(now))
+        count = fewest_to_give(free, [self._runs[resident.slot] for resident in idle], part_sizes, at_least=least)
+        return None if count is None else idle[:count]
 
     def _evict(self, resident: Resident) -> None:
         self._table.evict(resident)

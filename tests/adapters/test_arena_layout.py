@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from punica_core.lora.arena_layout import ModuleShape, Run, lay_out, pieces, record_words
-from punica_core.lora.free_ranges import FreeRanges
+from punica_core.lora.free_ranges import FreeRanges, fewest_to_give
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, shape_of
 from punica_core.ops.layout import ROW_ALIGNMENT
 from punica_core.ops.reference import read_record
@@ -120,3 +120,50 @@ def test_nobody_ever_gets_what_another_has_and_all_comes_back(data: st.DataObjec
     for runs in held:
         free.give_runs(runs)
     assert free._ranges == [(0, capacity)]
+
+
+def one_by_one(free: FreeRanges, owners: list[tuple[Run, ...]], sizes: list[int], at_least: int) -> int | None:
+    """What `fewest_to_give` finds, by trying every count."""
+    for count in range(at_least, len(owners) + 1):
+        trial = free.copy()
+        for runs in owners[:count]:
+            trial.give_runs(runs)
+        if trial.take_parts(sizes) is not None:
+            return count
+    return None
+
+
+@given(st.data(), st.lists(sizes_of_parts, min_size=1, max_size=25), sizes_of_parts, st.integers(0, 2))
+@settings(max_examples=300, deadline=None)
+def test_as_few_give_their_ranges_as_it_takes(
+    data: st.DataObject, adapters: list[list[int]], sizes: list[int], at_least: int
+) -> None:
+    free = FreeRanges(256)
+    owners = [runs for runs in map(free.take_parts, adapters) if runs is not None]
+    stay = data.draw(st.sets(st.integers(0, len(owners)))) if owners else set()
+    owners = data.draw(st.permutations([runs for index, runs in enumerate(owners) if index not in stay]))
+    before = list(free._ranges)
+    assert fewest_to_give(free, owners, sizes, at_least=at_least) == one_by_one(free, owners, sizes, at_least)
+    assert free._ranges == before
+
+
+def test_the_search_among_thousands_tries_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs under the lock that the engine's steps take."""
+    free = FreeRanges(4096 * 16)
+    owners = [(Run(0, 16, start),) for start in range(0, free.num_free, 16)]
+    assert free.take(free.num_free) == 0
+    pinned_apart = owners[1::2][::-1] + owners[0:2048:2]  # of the first 2048 none has a neighbour
+    trials: list[None] = []
+    copy = FreeRanges.copy
+
+    def counted(ranges: FreeRanges) -> FreeRanges:
+        trials.append(None)
+        return copy(ranges)
+
+    monkeypatch.setattr(FreeRanges, "copy", counted)
+    count = fewest_to_give(free, pinned_apart, [2048])
+    assert count is not None
+    assert count > 2048, "there is a lot to try: enough is free after 128"
+    assert len(trials) < 30
+    monkeypatch.undo()
+    assert count == one_by_one(free, pinned_apart, [2048], at_least=count - 1)

@@ -242,8 +242,11 @@ def test_a_thousand_random_requests_always_find_what_was_granted(make_tier: Make
         for i, rank in enumerate(ranks * 3)
     ]
     held: list[tuple[AdapterRef, AdapterGrant]] = []
-    num_grants = 0
-    for _ in range(1000):
+    num_grants = num_requests = 0
+    deadline = time.monotonic() + PATIENCE
+    while num_requests < 1000 or num_grants <= 100 or tier._table.evictions <= 20:
+        assert time.monotonic() < deadline
+        num_requests += 1
         if held and choose.random() < 0.45:
             ref, grant = held.pop(choose.randrange(len(held)))
             assert_stored(tier, grant.slot, adapters.weights(ref))
@@ -259,11 +262,9 @@ def test_a_thousand_random_requests_always_find_what_was_granted(make_tier: Make
             held.append((ref, answer))
         elif choose.random() < 0.3:
             tier.wait_for_load(0.01)
-    assert num_grants > 100
     for ref, grant in held:
         assert_stored(tier, grant.slot, adapters.weights(ref))
         tier.release(ref)
-    assert tier._table.evictions > 20
     for ref in refs:
         tier.forget(ref.path)
     wait_until(lambda: tier.arena.num_free == tier.arena.buffer.numel())
