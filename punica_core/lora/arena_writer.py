@@ -1,7 +1,7 @@
 """Copies adapters from host memory into the arena, beside the steps that run: on a stream of its own.
 
     host weights ──numpy──▶ page-locked buffer, in the arena's layout ──one copy a buffer and run──▶ arena
-                                                                       ──then its records──▶ tables
+    packed file ──read──▶ landing memory, in the arena's layout ────────────────┘  ──then its records──▶ tables
 
 Belongs to one thread, which waits; the engine's thread never does. Two buffers take turns: one is filled while the
 other is sent. An adapter that fits one buffer and one range of the arena is a single copy. On a CPU the same without
@@ -58,21 +58,22 @@ class ArenaWriter:
         runs: Sequence[Run],
         check: Callable[[], None] = lambda: None,
         laid_out: Tensor | None = None,
+        *,
+        landed: bool = False,
     ) -> None:
         """Copy an adapter to `runs` and then point `slot` at it; returns when the device has both.
 
         No step that is queued may read the slot or the runs. `check` is called before each buffer is sent; what it
         raises ends the write, and leaves the slot as it was. laid_out: a buffer, 1-D, of which the matrices may be
-        views; if they lie in it as in the layout, it is copied as a whole.
+        views; if they lie in it as in the layout, it is copied as a whole. landed: it is landing memory, and is copied
+        from there without a buffer between. (Its owner may have it back when `wait` has returned.)
         """
-        send = _Sender(self, runs, check)
-        if laid_out is not None and laid_out.dtype == self._dtype and _is_laid_out(modules, layout, laid_out):
-            send.put_all(_as_words(laid_out, self._dtype))
+        usable = laid_out is not None and laid_out.dtype == self._dtype and _is_laid_out(modules, layout, laid_out)
+        whole = laid_out if usable else None
+        if whole is not None and landed:
+            self._send_landed(whole, runs, check)
         else:
-            for index, module in modules.items():
-                for part, matrix in zip(layout.places[index].parts, matrices(module), strict=True):
-                    send.put(part, _as_words(matrix, self._dtype))
-        send.flush()
+            self._send_by_buffers(modules, layout, runs, check, whole)
         rows = self._host_rows.numpy()
         rows.fill(0)
         for index, module in modules.items():
@@ -81,6 +82,29 @@ class ArenaWriter:
             self._device_rows.copy_(self._host_rows, non_blocking=True)
             self._tables.records[:, slot].copy_(self._device_rows)
         self.wait()
+
+    def _send_landed(self, elements: Tensor, runs: Sequence[Run], check: Callable[[], None]) -> None:
+        step = self._buffers[0].numel()
+        for begin in range(0, elements.numel(), step):
+            check()
+            self._copy(elements[begin : begin + step], begin, runs)
+
+    def _send_by_buffers(
+        self,
+        modules: Mapping[int, ModuleWeights],
+        layout: AdapterLayout[int],
+        runs: Sequence[Run],
+        check: Callable[[], None],
+        whole: Tensor | None,
+    ) -> None:
+        send = _Sender(self, runs, check)
+        if whole is not None:
+            send.put_all(_as_words(whole, self._dtype))
+        else:
+            for index, module in modules.items():
+                for part, matrix in zip(layout.places[index].parts, matrices(module), strict=True):
+                    send.put(part, _as_words(matrix, self._dtype))
+        send.flush()
 
     def wait(self) -> None:
         """Until all that was sent has arrived."""
@@ -97,14 +121,17 @@ class ArenaWriter:
 
     def send(self, index: int, begin: int, end: int, runs: Sequence[Run]) -> None:
         """Copy elements [begin, end) of a layout, which lie at the start of buffer `index`, to their runs."""
-        buffer = self._buffers[index]
-        with self._on_stream():
-            for first, last, address in pieces(runs, begin, end):
-                room = self._arena[address : address + last - first]
-                room.copy_(buffer[first - begin : last - begin], non_blocking=True)
+        self._copy(self._buffers[index][: end - begin], begin, runs)
         event = self._sent[index]
         if event is not None:
             event.record(self._stream)
+
+    def _copy(self, elements: Tensor, begin: int, runs: Sequence[Run]) -> None:
+        """Copy elements of a layout, of which the first is its element `begin`, to their runs; does not wait."""
+        with self._on_stream():
+            for first, last, address in pieces(runs, begin, begin + elements.numel()):
+                room = self._arena[address : address + last - first]
+                room.copy_(elements[first - begin : last - begin], non_blocking=True)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         if self._stream is None:

@@ -21,7 +21,9 @@ import torch
 from punica_core.adapters.format import ModelShapes
 from punica_core.adapters.residency import Presence, ResidencyTable, Resident
 from punica_core.errors import AdapterError, AdapterLoadTimeout, AdapterTooLarge, InternalError, PunicaError
-from punica_core.lora.weights import AdapterReader, AdapterWeights, OpenAdapter
+from punica_core.lora.landing import LandingMemory, Room
+from punica_core.lora.packed import PackedReader
+from punica_core.lora.weights import AdapterReader, AdapterSource, AdapterWeights, OpenAdapter
 from punica_core.protocol import AdapterLoad, AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
 
@@ -96,6 +98,8 @@ class AdapterCache:
         self._clock = clock
         self._table = ResidencyTable("host", budget_bytes, num_slots, retry_seconds=retry_seconds)
         self._weights: dict[int, AdapterWeights] = {}
+        self._landing: LandingMemory | None = None
+        self._landed: dict[int, Room] = {}  # by slot, of residents that lie in landing memory
         self._jobs: dict[AdapterRef, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._failures: dict[AdapterRef, PunicaError] = {}
@@ -140,6 +144,10 @@ class AdapterCache:
         """Have another function called whenever on_loaded is; before the first load."""
         self._listeners.append(listener)
 
+    def land_in(self, landing: LandingMemory) -> None:
+        """Read packed adapters into `landing`, of the cache's dtype, as far as it has room; before the first load."""
+        self._landing = landing
+
     def poll(self, now: float) -> list[tuple[AdapterRef, PunicaError]]:
         """Versions whose load failed since the last poll; loads without progress for load_timeout fail here."""
         with self._lock:
@@ -177,6 +185,9 @@ class AdapterCache:
     def _drop(self, gone: Iterable[Resident]) -> None:
         for resident in gone:
             del self._weights[resident.slot]
+            room = self._landed.pop(resident.slot, None)
+            if room is not None and self._landing is not None:
+                self._landing.give(room)
 
     def _enqueue(self, job: _Job) -> None:
         self._jobs[job.ref] = job
@@ -233,16 +244,54 @@ class AdapterCache:
         with self._open_adapter(job.ref, self._shapes, self._dtype, self._max_lora_rank) as reader:
             if not self._reserve(job, reader.nbytes):
                 return
-            weights = reader.read(lambda: self._progress(job))
+            weights, room = self._read(job, reader)
+        kept = False
+        try:
+            with self._lock:
+                self._check_alive(job)
+                now = self._clock()
+                resident, gone = self._table.commit(job.ref, weights.key, now)
+                self._drop(other for other in gone if other is not resident)  # before its slot gets others
+                kept = resident.slot not in self._weights  # an equal copy may be there
+                if kept:
+                    self._weights[resident.slot] = weights
+                    if room is not None:
+                        self._landed[resident.slot] = room
+                if resident in gone:  # it was forgotten while it was read
+                    self._drop([resident])
+                self._finish(job, "ok", now)
+        finally:
+            if not kept:
+                self._give(room)
+
+    def _read(self, job: _Job, reader: AdapterSource) -> tuple[AdapterWeights, Room | None]:
+        """The adapter, and where it lies if that is landing memory; the reader's thread alone writes there, so it alone
+        gives a room back that was read into in vain, however late."""
+        if not isinstance(reader, PackedReader):
+            return reader.read(lambda: self._progress(job)), None
+        room = self._room_to_land(reader.num_elements)
+        try:
+            return reader.read(lambda: self._progress(job), None if room is None else room.elements), room
+        except BaseException:
+            self._give(room)
+            raise
+
+    def _room_to_land(self, num_elements: int) -> Room | None:
+        """Landing memory for an adapter; idle ones that lie there leave for it, the one used longest ago first."""
         with self._lock:
-            self._check_alive(job)
-            now = self._clock()
-            resident, gone = self._table.commit(job.ref, weights.key, now)
-            self._drop(other for other in gone if other is not resident)  # before its slot gets others
-            self._weights.setdefault(resident.slot, weights)  # an equal copy may be there
-            if resident in gone:  # it was forgotten while it was read
-                self._drop([resident])
-            self._finish(job, "ok", now)
+            if self._landing is None:
+                return None
+            idle = [other for other in self._table.evictable(self._clock()) if other.slot in self._landed]
+            count = self._landing.fewest_to_give([self._landed[other.slot] for other in idle], num_elements)
+            for leaving in idle[:count]:
+                self._table.evict(leaving)
+            self._drop(idle[:count])
+            return self._landing.take(num_elements)
+
+    def _give(self, room: Room | None) -> None:
+        with self._lock:
+            if room is not None and self._landing is not None:
+                self._landing.give(room)
 
     def _reserve(self, job: _Job, nbytes: int) -> bool:
         with self._lock:

@@ -34,6 +34,7 @@ from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
 from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
 from punica_core.lora.cache import AdapterCache, CacheStats
 from punica_core.lora.free_ranges import fewest_to_give
+from punica_core.lora.landing import LANDING_BYTES, LandingMemory
 from punica_core.lora.segments import Int32Array
 from punica_core.lora.table_modules import TableModules, largest_rank
 from punica_core.lora.tables import AdapterTables, Arena, shape_of
@@ -81,8 +82,9 @@ class GpuAdapterTier:
     """Implements `scheduler.plan.Residency`, and what the engine asks of an `AdapterCache`.
 
     host: where adapters come from. modules: those of the model's tables.
-    budget_bytes: of the arena. dtype, device: the model's; on a CPU it works alike, for tests. on_loaded: called after
-    each end of a load in either tier, on a thread of its own. clock: seconds, the clock of `poll`.
+    budget_bytes: of the arena. landing_bytes: of page-locked memory for packed adapters. dtype, device: the model's; on
+    a CPU it works alike, for tests. on_loaded: called after each end of a load in either tier, on a thread of its own.
+    clock: seconds, the clock of `poll`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class GpuAdapterTier:
         retry_seconds: float = 2.0,
         claim_seconds: float = 2.0,
         buffer_bytes: int = BUFFER_BYTES,
+        landing_bytes: int = LANDING_BYTES,
         on_loaded: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,6 +130,8 @@ class GpuAdapterTier:
         self._thread: threading.Thread | None = None
         self._closed = False
         host.listen(self._announce)
+        page_locked = self.arena.buffer.device.type == "cuda"
+        host.land_in(LandingMemory(landing_bytes, dtype=dtype, page_locked=page_locked))
 
     @property
     def slot_rank(self) -> Int32Array:
@@ -283,7 +288,8 @@ class GpuAdapterTier:
             if vocabulary is not None:
                 self.vocabulary[slot] = vocabulary
         try:
-            self._writer.write(slot, modules, layout, runs, self._check_open, job.weights.laid_out)
+            laid_out, landed = job.weights.laid_out, job.weights.landed
+            self._writer.write(slot, modules, layout, runs, self._check_open, laid_out, landed=landed)
         except BaseException:
             self._writer.wait()  # for the part that is on its way
             with self._lock:

@@ -62,18 +62,26 @@ class PackedReader:
         self._dtype = dtype
         self.nbytes = self.layout.num_elements * dtype.itemsize
 
-    def read(self, progress: Callable[[], None] = lambda: None) -> AdapterWeights:
-        """The matrices, as views of one buffer that is laid out as the arena is.
+    @property
+    def num_elements(self) -> int:
+        """Of the buffer that `read` fills."""
+        return self.layout.num_elements
 
+    def read(self, progress: Callable[[], None] = lambda: None, into: Tensor | None = None) -> AdapterWeights:
+        """The matrices, as views of one buffer that is laid out as the arena is. into: landing memory for it, 1-D, of
+        the model's dtype and `num_elements`; without, it is memory of the adapter's own.
+
+        Each chunk is hashed and checked where it was read to. When this returns, every element of `into` is the file's.
         Raises AdapterChanged, AdapterInvalid for numbers that are not finite in the model's dtype.
         """
         reader = TensorReader(self._file, progress)
         reader.note(_KEY_LABEL + len(self._head).to_bytes(_LENGTH, "little") + self._head)
-        flat = torch.empty(self.layout.num_elements, dtype=self._dtype)
+        flat = torch.empty(self.layout.num_elements, dtype=self._dtype) if into is None else into
         reader.read(elements_of(self._file.name, self.header, len(self._head)), flat)
         self._file.check_unchanged()
         modules = {module.path: self._module(module, flat) for module in self.header.modules}
-        return AdapterWeights(reader.key(), MappingProxyType(modules), self.nbytes, laid_out=flat)
+        landed = into is not None
+        return AdapterWeights(reader.key(), MappingProxyType(modules), self.nbytes, laid_out=flat, landed=landed)
 
     def _module(self, module: PackedModule, flat: Tensor) -> ModuleWeights:
         place = self.layout.places[module.path]
@@ -174,4 +182,4 @@ def _put_in_place(partial: str, path: str) -> None:
 
 def _view(flat: Tensor, part: Part) -> Tensor:
     """[height, width] of the elements, rows `pitch` apart."""
-    return flat.as_strided((part.height, part.width), (part.pitch, 1), part.start)
+    return flat.as_strided((part.height, part.width), (part.pitch, 1), flat.storage_offset() + part.start)

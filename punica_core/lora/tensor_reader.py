@@ -43,6 +43,7 @@ class TensorReader:
 
         Raises AdapterChanged, or AdapterInvalid for numbers that are not finite in out's dtype.
         """
+        assert out.numel() == math.prod(entry.shape), "what is not overwritten could be another adapter's"
         flat = out.view(-1)
         direct = flat if flat.dtype == DTYPES[entry.dtype] else None
         for first, chunk in self._chunks(entry, direct, hashed=True):

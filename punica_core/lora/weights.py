@@ -63,6 +63,7 @@ class AdapterWeights:
     rows. One of which only the bias was trained has a pair of rank 1 that adds nothing.
     vocabulary: None if the adapter leaves embedding and head alone, or has no more than LoRA on the head.
     laid_out: the buffer that all of `modules` are views of, 1-D, if they lie there as `arena_layout` lays them out.
+    landed: that buffer is landing memory, which a device copies from by itself.
     """
 
     key: str
@@ -70,6 +71,7 @@ class AdapterWeights:
     nbytes: int
     vocabulary: VocabularyWeights | None = None
     laid_out: Tensor | None = None
+    landed: bool = False
 
 
 class AdapterSource(Protocol):
