@@ -15,9 +15,11 @@ from punica_core.adapter_tools.base import BaseFolder
 from punica_core.adapter_tools.numbers import examine
 from punica_core.adapter_tools.pack import pack
 from punica_core.adapters.locate import ref_of
+from punica_core.adapters.packed_header import PAGE_BYTES
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupported, ConfigError
-from punica_core.lora.arena_layout import Run, lay_out
-from punica_core.lora.arena_writer import ArenaWriter
+from punica_core.lora import tensor_reader
+from punica_core.lora.arena_layout import Part, Run, lay_out
+from punica_core.lora.arena_writer import ArenaWriter, _Sender
 from punica_core.lora.packed import PackedReader
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights, shape_of
 from punica_core.lora.weight import LoRAWeight
@@ -147,7 +149,39 @@ def test_the_benchmark_measures_both(capsys: pytest.CaptureFixture[str]) -> None
     sizes = ["--hidden", "64", "--intermediate", "96", "--kv-width", "32", "--layers", "2", "--repeats", "2"]
     assert main(["bench", *sizes, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["sources"].keys() == {"folder", "packed"}
+    assert figures["sources"].keys() == {"folder", "packed", "packed, no room to land"}
     assert all(values["load_ms"] > 0 for values in figures["sources"].values())
+    assert figures["ratios"].keys() == {"packed", "packed, no room to land"}
     assert main(["bench", *sizes, "--rank", "3"]) == 0
     assert "packed is faster" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_the_whole_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way ends with all of the adapter in memory that is sent, and only the verified one is hashed."""
+    sent: dict[bool, int] = {False: 0, True: 0}
+    put, landed, digests = _Sender.put, ArenaWriter._send_landed, list[int]()
+    real = tensor_reader.TensorReader.key
+
+    def count_put(sender: _Sender, part: Part, words: Any) -> None:
+        sent[False] += part.size
+        put(sender, part, words)
+
+    def count_landed(writer: ArenaWriter, elements: torch.Tensor, *arguments: Any) -> None:
+        sent[True] += elements.numel()
+        assert elements.isfinite().all()
+        assert elements.any()
+        landed(writer, elements, *arguments)
+
+    def count_key(reader: tensor_reader.TensorReader) -> str:
+        key = real(reader)
+        digests.append(len(key))
+        return key
+
+    monkeypatch.setattr(_Sender, "put", count_put)
+    monkeypatch.setattr(ArenaWriter, "_send_landed", count_landed)
+    monkeypatch.setattr(tensor_reader.TensorReader, "key", count_key)
+    sizes = ["--hidden", "64", "--intermediate", "96", "--kv-width", "32", "--layers", "1", "--repeats", "1"]
+    assert main(["bench", *sizes, "--rank", "8", "--json"]) == 0
+    elements = json.loads(capsys.readouterr().out)["bytes"]["packed"] // 2 - PAGE_BYTES // 2
+    assert sent == {False: 4 * elements, True: 4 * elements}
+    assert (digests.count(64), digests.count(0)) == (6 + 1, 6)
