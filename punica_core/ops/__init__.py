@@ -2,8 +2,9 @@
 
 Importing this registers the ops with their torch reference for CPU. ``punica_core.ops.cuda.load()`` adds the CUDA
 kernels. Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank · ``I``/``O`` in/out features ·
-``N`` slots. ``arena``, ``table`` and ``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices
-that share their input (q, k, v; gate, up) go through one call.
+``N`` slots · ``H``/``K`` query/kv heads · ``D`` head dim · ``P`` block size · ``L`` layers. ``arena``, ``table`` and
+``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices that share their input (q, k, v; gate,
+up) go through one call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from punica_core.ops import reference
 
-__all__ = ["kv_append", "lora_apply", "lora_embed", "lora_expand", "lora_shrink", "segment_gemm"]
+__all__ = ["kv_append", "lora_apply", "lora_embed", "lora_expand", "lora_shrink", "rotary_append", "segment_gemm"]
 
 _LIBRARY = torch.library.Library("punica", "DEF")
 
@@ -118,6 +119,27 @@ def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer
     torch.ops.punica.kv_append(cache, key, value, kv_slots, layer)
 
 
+def rotary_append(
+    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+) -> None:
+    """Rotate a step's queries and keys by their positions, and write keys and values into the paged cache.
+
+    **Semantics**: with ``q, k, v`` the heads of ``qkv``, ``query[t] = rotate(q[t])``, and as ``kv_append`` does it,
+    ``cache[..., 0, ...] = rotate(k[t])`` and ``cache[..., 1, ...] = v[t]`` for each t whose kv_slot is not negative.
+    ``rotate(x)`` is ``x * cos[t] + rotate_half(x) * sin[t]`` on the first E elements of a head, in fp32 and rounded
+    once, where ``rotate_half(x) = cat(-x[E/2:], x[:E/2])``; the other elements keep their bits.
+
+    Args:
+        query: ``[T, H, D]`` (mutated), contiguous.
+        cache: ``[blocks, L, 2, P, K, D]`` (mutated), contiguous; CUDA: bf16 or fp16.
+        qkv: ``[T, (H + 2K) * D]``, rows contiguous: queries, keys, values. CUDA: D and E multiples of 16.
+        cos, sin: ``[T, E]``, rows contiguous, E even and at most D. All of the cache's dtype.
+        kv_slots: int32 ``[T]``, block_id * P + offset, or negative for rows that are padding.
+        layer: which L.
+    """
+    torch.ops.punica.rotary_append(query, cache, qkv, cos, sin, kv_slots, layer)
+
+
 def lora_apply(
     y: Tensor,
     x: Tensor,
@@ -142,6 +164,8 @@ def _register() -> None:
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
+        "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
+        "int layer) -> ()",
     }
     checks = {
         "lora_shrink": reference.check_shrink,
@@ -149,6 +173,7 @@ def _register() -> None:
         "lora_embed": reference.check_embed,
         "segment_gemm": reference.check_segment_gemm,
         "kv_append": reference.check_kv_append,
+        "rotary_append": reference.check_rotary_append,
     }
     for name, schema in schemas.items():
         _LIBRARY.define(name + schema)

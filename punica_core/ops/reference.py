@@ -149,6 +149,26 @@ def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer
     cache[block, layer, 1, offset] = value[kept]
 
 
+def rotary_append(
+    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+) -> None:
+    check_rotary_append(query, cache, qkv, cos, sin, kv_slots, layer)
+    heads = qkv.unflatten(1, (-1, cache.size(5)))
+    rotating, value = heads[:, : -cache.size(4)], heads[:, -cache.size(4) :]
+    rotated = rotate(rotating, cos[:, None], sin[:, None])
+    query.copy_(rotated[:, : query.size(1)])
+    kv_append(cache, rotated[:, query.size(1) :], value, kv_slots, layer)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of the first E elements of heads [..., D]; cos, sin: [..., E]. Rounded once."""
+    width = cos.size(-1)
+    moved, kept = x[..., :width].float(), x[..., width:]
+    lower, upper = moved.chunk(2, -1)
+    moved = moved * cos.float() + torch.cat((-upper, lower), -1) * sin.float()
+    return torch.cat((moved.to(x.dtype), kept), -1)
+
+
 def _check_common(arena: Tensor, table: Tensor, plan: Tensor) -> None:
     torch._check(
         arena.dim() == 1 and arena.is_contiguous(),
@@ -258,3 +278,31 @@ def check_kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor,
             rows.dim() == 3 and rows.size(0) == kv_slots.size(0) and rows.shape[1:] == cache.shape[4:],
             lambda name=name, rows=rows: f"{name} must be [T, K, D] as kv_slots and cache say, got {tuple(rows.shape)}",
         )
+
+
+def check_rotary_append(
+    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+) -> None:
+    torch._check(
+        query.dim() == 3 and query.is_contiguous() and query.size(2) == cache.size(5),
+        lambda: f"query must be contiguous [T, H, D], got {tuple(query.shape)}",
+    )
+    num_rows, width = query.size(0), (query.size(1) + 2 * cache.size(4)) * cache.size(5)
+    for name, rows, columns in (("qkv", qkv, width), ("cos", cos, cos.size(-1)), ("sin", sin, cos.size(-1))):
+        torch._check(
+            rows.dim() == 2 and rows.size(0) == num_rows and rows.size(1) == columns and rows.stride(1) == 1,
+            lambda name=name, rows=rows, columns=columns: (
+                f"{name} must be [{num_rows}, {columns}] with contiguous "
+                f"rows, got {tuple(rows.shape)} strides {rows.stride()}"
+            ),
+        )
+    torch._check(
+        cos.size(1) % 2 == 0 and 0 < cos.size(1) <= cache.size(5),
+        lambda: f"cos must have an even number of columns, at most the head dim, got {cos.size(1)}",
+    )
+    torch._check(
+        query.dtype == qkv.dtype == cos.dtype == sin.dtype == cache.dtype,
+        lambda: f"query, qkv, cos and sin must have the cache's dtype {cache.dtype}",
+    )
+    keys = qkv[:, query.size(1) * cache.size(5) :].unflatten(1, (2, cache.size(4), cache.size(5)))
+    check_kv_append(cache, keys[:, 0], keys[:, 1], kv_slots, layer)
