@@ -136,7 +136,8 @@ def load_kernels(config: EngineConfig) -> None:
 def prepare_compiler() -> None:
     """Have torch keep what it compiles where a later start finds it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILE_CACHE))
-    if hasattr(inductor.triton, "enable_pdl"):  # kernels start before the one before them has ended
+    # Kernels start before the one before them has ended, unless the environment decides.
+    if hasattr(inductor.triton, "enable_pdl") and "TORCHINDUCTOR_ENABLE_PDL" not in os.environ:
         inductor.triton.enable_pdl = torch.cuda.get_device_capability() >= (9, 0)
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
 
