@@ -15,6 +15,7 @@ from punica_core.engine.step_batch import StepBatch
 from punica_core.lora.table_step import TableLoRA
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import OpAttention, index_layers
+from punica_core.model.blocks import fuse_blocks
 from punica_core.model.loader import LoadedModel
 from punica_core.model.shapes import decoder_layers_path
 
@@ -39,6 +40,7 @@ class ModelForward:
         self._lora = lora
         self._vocabulary = vocabulary
         index_layers(loaded.model)
+        fuse_blocks(loaded.model)
         if compiled:
             compile_layers(loaded.model)
 

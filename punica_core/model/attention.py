@@ -40,6 +40,16 @@ class StepAttention(Protocol):
         """query: [T, H, D]; key, value: [T, K, D] of the step's tokens → [T, H, D]."""
 
 
+class RotaryAttention(StepAttention, Protocol):
+    """One that also rotates queries and keys by their positions."""
+
+    def attend_rotary(self, layer: Any, qkv: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+        """qkv: [T, (H + 2K) D], the product of a fused projection; cos, sin: [T, E] → [T, H D], H D = `width`.
+
+        Rotates the first E elements of heads as `ops.rotary_append` does.
+        """
+
+
 class UnsupportedAttention(ValueError):
     """A layer asks for something that this attention does not compute."""
 
@@ -65,16 +75,22 @@ def paged_attention(
     if asked or attention_mask is not None or dropout:
         raise UnsupportedAttention(f"its attention takes {', '.join(asked) or 'a mask or dropout'}")
     spec = AttentionSpec(query.size(-1) ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    # Compiled code serves all layers only if it reads nothing that differs between them but tensors.
-    layer = module.layer_index if getattr(paged, "takes_layer_index", False) else module.layer_idx
     out = paged.attend(
-        layer,
+        layer_of(module, paged),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         spec,
     )
     return out[None], None
+
+
+def layer_of(module: nn.Module, paged: StepAttention) -> Any:
+    """Which layer `module` belongs to, as `paged` wants it: a number, or a tensor.
+
+    Compiled code serves all layers only if it reads nothing that differs between them but tensors.
+    """
+    return module.layer_index if getattr(paged, "takes_layer_index", False) else module.layer_idx
 
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache", "output_attentions", "is_causal", "logits_to_keep"})

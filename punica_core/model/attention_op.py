@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from punica_core.model.attention import AttentionSpec, KVRow, PagedAttention
+from punica_core.ops.reference import rotate
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -31,6 +32,10 @@ class LayerAttention(Protocol):
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query: [T, H, D], contiguous; key, value: [T, K, D] → [T, H, D], contiguous. Stores keys and values first."""
+
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`compute` of heads that are still to be rotated, as `ops.rotary_append` does it. qkv: [T, (H + 2K) D]; cos,
+        sin: [T, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +117,20 @@ class GatheredAttention:
             out[at] = self._step.attend(layer, query[at], key[at], value[at], self._specs[layer])
         return out
 
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        kv_heads, head_dim = self._cache.shape[4:]
+        return self.compute(layer, *split_rotated(qkv, cos, sin, kv_heads, head_dim))
+
+
+def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D] and keys, rotated, and values [T, K, D], in plain torch. Arguments as `compute_rotary`'s."""
+    heads = qkv.unflatten(1, (-1, head_dim))
+    rotated = rotate(heads[:, :-kv_heads], cos[:, None], sin[:, None])
+    return rotated[:, :-kv_heads].contiguous(), rotated[:, -kv_heads:], heads[:, -kv_heads:]
+
 
 class OpAttention:
-    """A `StepAttention` for compiled code, behind which a `LayerAttention` computes.
+    """A `RotaryAttention` for compiled code, behind which a `LayerAttention` computes.
 
     It wants layers as tensors: see `index_layers`.
     """
@@ -131,6 +147,11 @@ class OpAttention:
         out: Tensor = torch.ops.punica.paged_attention(query.contiguous(), key, value, layer, self.handle)
         return out
 
+    def attend_rotary(self, layer: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+        """See `RotaryAttention.attend_rotary`."""
+        out: Tensor = torch.ops.punica.rotary_attention(qkv, cos, sin, layer, width, self.handle)
+        return out
+
 
 def index_layers(model: nn.Module) -> None:
     """Give each module that knows its `layer_idx` that number as a tensor on the CPU, `layer_index`."""
@@ -144,6 +165,14 @@ def _paged_attention(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, h
     return _attached[handle].inner.compute(int(layer), query, key, value)
 
 
+def _rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, handle: int) -> Tensor:
+    return _attached[handle].inner.compute_rotary(int(layer), qkv, cos, sin).flatten(1)
+
+
+def _rotary_shape(qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, handle: int) -> Tensor:
+    return qkv.new_empty(qkv.size(0), width)
+
+
 def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, handle: int) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -151,3 +180,6 @@ def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, handle
 _LIBRARY.define("paged_attention(Tensor query, Tensor key, Tensor value, Tensor layer, int handle) -> Tensor")
 _LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("punica::paged_attention", _shape_only, lib=_LIBRARY)
+_LIBRARY.define("rotary_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor layer, int width, int handle) -> Tensor")
+_LIBRARY.impl("rotary_attention", _rotary_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("punica::rotary_attention", _rotary_shape, lib=_LIBRARY)

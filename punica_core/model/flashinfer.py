@@ -116,9 +116,23 @@ class FlashInferAttention:
                 kind.prompts.plan(batch.prompts, batch.in_graph, True, *sizes)
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch = self._batch
-        assert batch is not None, "no step was begun"
+        batch = self._running
         ops.kv_append(self._cache, key, value, batch.kv_slots, layer)
+        return self._attend(batch, layer, query)
+
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch = self._running
+        query = torch.empty(qkv.size(0), self._num_heads, self._cache.size(5), dtype=qkv.dtype, device=qkv.device)
+        ops.rotary_append(query, self._cache, qkv, cos, sin, batch.kv_slots, layer)
+        return self._attend(batch, layer, query)
+
+    @property
+    def _running(self) -> AttentionBatch:
+        assert self._batch is not None, "no step was begun"
+        return self._batch
+
+    def _attend(self, batch: AttentionBatch, layer: int, query: Tensor) -> Tensor:
+        """query: [T, H, D] → [T, H, D], over what the cache holds."""
         out = torch.empty_like(query)
         kind, cache = self._kind_of_layer[layer], self._layers[layer]
         for planned, lane in ((kind.decode, batch.decode), (kind.prompts, batch.prompts)):

@@ -87,7 +87,7 @@ def probe_attention(model: nn.Module, config: Any, expected: Tensor) -> tuple[KV
         raise ConfigError(f"{name} cannot be served: its layers have {probe.num_heads} query heads.", param="model")
     specs = tuple(probe.specs[layer] for layer in range(layers))
     _check_windows(name, config, [spec.window for spec in specs])
-    _check_logits(name, logits.float(), expected.float(), _TOLERANCE[expected.dtype])
+    _check_logits(name, logits, expected)
     return KVShape(layers, *shapes.pop()), probe.num_heads.pop(), specs
 
 
@@ -105,9 +105,19 @@ def _check_windows(name: str, config: Any, windows: Sequence[int | None]) -> Non
             )
 
 
-def _check_logits(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = float((got - expected).abs().max())
-    bound = tolerance * max(1.0, float(expected.abs().max()))
+def is_rounding(got: Tensor, expected: Tensor) -> bool:
+    """Whether logits [T, V] differ no more than they may when the same is computed in another order."""
+    error, bound = _error_and_bound(got, expected)
+    return error <= bound
+
+
+def _error_and_bound(got: Tensor, expected: Tensor) -> tuple[float, float]:
+    error = float((got.float() - expected.float()).abs().max())
+    return error, _TOLERANCE[expected.dtype] * max(1.0, float(expected.float().abs().max()))
+
+
+def _check_logits(name: str, got: Tensor, expected: Tensor) -> None:
+    error, bound = _error_and_bound(got, expected)
     if not error <= bound:
         raise ConfigError(
             f"{name} cannot be served: its logits through paged attention differ by {error:.3g} from those of "
