@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import asdict
-from operator import attrgetter
 
 from punica_core.errors import InternalError, PunicaError
 from punica_core.kv.block_pool import BlockPool
@@ -14,6 +12,7 @@ from punica_core.protocol import AdapterRef, FinishReason, NewSequence, Sequence
 from punica_core.scheduler.admission import OVERTAKEN, AdmissionPass, waiting_by_reason, yielding_groups
 from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepInFlight
+from punica_core.scheduler.invariants import check_blocks, check_sequences
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.outcome import (
     check_servable,
@@ -24,6 +23,7 @@ from punica_core.scheduler.outcome import (
     token_output,
 )
 from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
+from punica_core.scheduler.running import RunningSequences
 from punica_core.scheduler.sequence import Sequence, Status
 from punica_core.scheduler.shared_prompts import SharedPrompts
 from punica_core.scheduler.step_builder import StepBuilder
@@ -50,7 +50,7 @@ class Scheduler:
         self._residency = residency
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # oldest first
+        self._running = RunningSequences()
         self._in_flight = InFlight()
         self._shared_prompts = SharedPrompts(limits.block_size)
         self._next_serial = 0
@@ -131,18 +131,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants: every sequence is in one place and holds exactly what that place entitles it to."""
-        holders = [*self._running, *self._in_flight.ended]
-        references = Counter(block_id for sequence in holders for block_id in sequence.block_table)
-        for block_id in range(self._pool.num_blocks):
-            assert self._pool.references(block_id) == references[block_id], f"block {block_id} leaked"
-        assert all(sequence.status is Status.WAITING for sequence in self._waiting)
-        assert all(sequence.status is Status.RUNNING for sequence in self._running)
+        check_sequences(self._live, self._running, self._waiting, self._in_flight)
+        check_blocks(self._pool, [*self._running, *self._in_flight.ended])
+        assert len(self._running) <= self.limits.max_num_seqs
         for sequence in self._live.values():
             sequence.check(self.limits.block_size)
-        assert len(self._live) == len(self._running) + len(self._waiting)
-        assert len(self._running) <= self.limits.max_num_seqs
-        self._in_flight.check()
-        self._pool.check()
         if self._prefix_cache is not None:
             self._prefix_cache.check()
 
@@ -152,7 +145,7 @@ class Scheduler:
         """Rows for running sequences: streams that decode keep their pace, then prefills share what is left."""
         prefilling = []
         block_size = self.limits.block_size
-        for sequence in self._running.copy():
+        for sequence in self._running:
             num_scheduled = sequence.num_scheduled
             missing = len(sequence.token_ids) - num_scheduled
             if missing > 1:
@@ -180,7 +173,7 @@ class Scheduler:
         if missing <= 0:
             return True
         while missing > self._pool.num_free:
-            newest = self._running[-1]
+            newest = self._running.newest
             self._preempt(newest, step)
             if newest is sequence:
                 return False
@@ -191,7 +184,7 @@ class Scheduler:
         """Send a running sequence back to wait. Its tokens are kept; their KV is computed again."""
         self._in_flight.require_none()
         step.drop(sequence)
-        self._remove_running(sequence)
+        self._running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_scheduled = 0
@@ -266,7 +259,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBuilder) -> None:
         self._waiting.remove(sequence)
-        insort(self._running, sequence, key=_serial)
+        self._running.add(sequence)
         sequence.status = Status.RUNNING
         sequence.num_computed = sequence.num_scheduled = match.num_tokens
         if self._prefix_cache is not None:
@@ -368,7 +361,7 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         else:
-            self._remove_running(sequence)
+            self._running.remove(sequence)
         sequence.status = Status.FINISHED
         del self._live[sequence.request_id]
         self._waiting.leave(sequence.tenant)
@@ -389,11 +382,3 @@ class Scheduler:
     def _release_unused(self) -> None:
         for sequence in self._in_flight.take_unused():
             self._release(sequence)
-
-    def _remove_running(self, sequence: Sequence) -> None:
-        index = bisect_left(self._running, sequence.serial, key=_serial)
-        assert self._running[index] is sequence, f"sequence {sequence.request_id} does not run"
-        del self._running[index]
-
-
-_serial = attrgetter("serial")
