@@ -64,6 +64,9 @@ class Settings:
     max_model_len: int = _key(0, "longest sequence (prompt + output) in tokens; 0 takes the model's own limit")
     max_num_seqs: int = _key(64, "most sequences in one step")
     max_num_batched_tokens: int = _key(512, "token budget of one step; longer prompts are prefilled in chunks")
+    target_step_ms: float = _key(
+        25.0, "on a GPU, ms that a step should take at most while others stream; prompts are cut to fit; 0 is off"
+    )
     lora: bool = _key(True, "serve adapters; without, the base model alone gets all memory")
     max_lora_rank: int = _key(256, "adapters of a higher rank are refused; on a GPU it sizes a step's scratch memory")
     adapter_host_bytes: int = _key(0, "host memory for adapters, e.g. 2GiB; 0 sizes it from free memory", is_bytes=True)

@@ -40,6 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: longest sequence (prompt + output) in tokens; 0 takes the model's own limit.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step; a longer prompt is prefilled in chunks.
+    target_step_ms: on a GPU, how long a step with streams should take at most, in milliseconds; prompts join it in
+    chunks that fit. 0: as many tokens as the budget has.
     lora: serve adapters; False refuses them and spends no memory or graphs on them.
     max_lora_rank: admission limit; on a GPU the scratch memory of a step is sized by it, else nothing is.
     adapter_host_bytes / adapter_gpu_bytes: byte budgets of the two adapter tiers; 0 sizes them from free memory.
@@ -61,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    target_step_ms: float = 25.0
     lora: bool = True
     max_lora_rank: int = 256
     adapter_host_bytes: int = 0
@@ -80,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_model_len": 0,
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
+            "target_step_ms": 0,
             "max_lora_rank": 1,
             "adapter_host_bytes": 0,
             "adapter_gpu_bytes": 0,

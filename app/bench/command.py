@@ -15,6 +15,7 @@ WORKER_BENCHMARKS = {
     "decode": "steady-state decode steps by batch and popularity of adapters",
     "throughput": "a whole workload through the engine, adapters by popularity",
     "scheduler": "what the scheduler's decisions cost",
+    "pacing": "what the bound on a step does to streams and throughput, in simulation",
 }
 """Benchmarks that live in `punica_core.bench`, since they need what the front end must not import."""
 

@@ -22,6 +22,7 @@ from punica_core.lora.table_step import TableLoRA, has_adapters
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.protocol import TokenLogprobs
+from punica_core.scheduler.pacing import StepSizes
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,11 @@ class DeviceRunner:
         self._vocabulary = vocabulary
         self._sampled_at: dict[int, int] = {}
         self.graphs: StepGraphs | None = None
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """What steps are padded to."""
+        return StepSizes() if self.graphs is None else self.graphs.sizes.step_sizes()
 
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queue the plan's rows. Raises for faults that are not one row's own."""

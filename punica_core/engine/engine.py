@@ -144,14 +144,20 @@ class Engine:
         except Exception as error:
             self._discard_step_behind()
             result = self._one_by_one(plan, error)
+            self._end_step(launched)
         else:
             self._failed_steps = 0
+            self._scheduler.measured(plan, self._end_step(launched))
+        return self._scheduler.update(plan, result, now)
+
+    def _end_step(self, launched: _Launched) -> float:
+        """Count a step that has ended; returns its seconds."""
         ended = time.perf_counter()
         self._last_step = ended - max(launched.started, self._last_end)  # a step begins when the one before has ended
         self._slowest_step = max(self._slowest_step, self._last_step)
         self._last_end = ended
         self._steps += 1
-        return self._scheduler.update(plan, result, now)
+        return self._last_step
 
     def _discard_step_behind(self) -> None:
         """Let the step behind a failed one end, and plan its rows again: its inputs are not to be trusted."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from punica_core.engine.step_batch import MIN_ROWS, BatchSizes
+from punica_core.scheduler.pacing import StepSizes
 
 MAX_GRAPH_SEQS = 256
 """Sequences of the largest decode step that is captured."""
@@ -60,6 +61,12 @@ class GraphSizes:
         found = [BatchSizes(size) for size in self.decode]
         found += [mixed_sizes(size, rows) for size in self.mixed for rows in self.prompt_rows]
         return sorted(found, key=lambda sizes: -sizes.num_rows)
+
+    def step_sizes(self) -> StepSizes:
+        """The same for who plans steps."""
+        if not self.decode:
+            return StepSizes()
+        return StepSizes(self.decode, self.mixed, self.prompt_rows, MAX_PROMPTS if self.prompt_rows else None)
 
     def fit(self, num_decode: int, num_prompt_rows: int, num_prompts: int) -> BatchSizes | None:
         """The sizes of the smallest captured step that fits, None if there is none."""

@@ -77,11 +77,41 @@ class RowPlan(msgspec.Struct, frozen=True, gc=False):
     pending: bool = False
 
 
+class StepWork(msgspec.Struct, frozen=True, gc=False):
+    """What the time of a step depends on.
+
+    decode_rows: rows of one token. prompt_rows: tokens of the `prompts` longer ones together. attended: for each of
+    these tokens, how many it attends to, itself included; their sum.
+    """
+
+    decode_rows: int = 0
+    prompt_rows: int = 0
+    prompts: int = 0
+    attended: int = 0
+
+    def with_prompt(self, start: int, count: int) -> StepWork:
+        """And tokens [start, start + count) of one more sequence."""
+        attended = self.attended + attended_tokens(start, count)
+        return StepWork(self.decode_rows, self.prompt_rows + count, self.prompts + 1, attended)
+
+
+NO_WORK = StepWork()
+
+
+def attended_tokens(start: int, count: int) -> int:
+    """The sum of how many tokens each of [start, start + count) attends to, itself included."""
+    return count * start + count * (count + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows in order of slot, so that the rows of one adapter are adjacent. An empty plan means nothing can run."""
+    """Rows in order of slot, so that the rows of one adapter are adjacent. An empty plan means nothing can run.
+
+    work: what the scheduler counted of the rows.
+    """
 
     rows: tuple[RowPlan, ...] = ()
+    work: StepWork = NO_WORK
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ from punica_core.scheduler.outcome import (
     prompt_output,
     token_output,
 )
+from punica_core.scheduler.pacing import Pacer
 from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.running import RunningSequences
 from punica_core.scheduler.sequence import Sequence, Status
@@ -40,7 +41,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache | None, residency: Residency
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        prefix_cache: PrefixCache | None,
+        residency: Residency,
+        pacer: Pacer | None = None,
     ) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
@@ -48,6 +54,7 @@ class Scheduler:
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._residency = residency
+        self._pacer = pacer
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSequences()
@@ -124,6 +131,11 @@ class Scheduler:
         self._release_unused()
         return outputs
 
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """The plan's step took so long: from the end of the one before, if that was still running when it started."""
+        if self._pacer is not None:
+            self._pacer.observe(plan.work, seconds)
+
     def abandon(self, plan: StepPlan) -> None:
         """Take back the newest plan: its result is not used, and what it was to compute is planned again."""
         self._in_flight.undo(plan)
@@ -144,6 +156,7 @@ class Scheduler:
     def _extend_running(self, step: StepBuilder) -> None:
         """Rows for running sequences: streams that decode keep their pace, then prefills share what is left."""
         prefilling = []
+        has_streams = False
         block_size = self.limits.block_size
         for sequence in self._running:
             num_scheduled = sequence.num_scheduled
@@ -151,11 +164,16 @@ class Scheduler:
             if missing > 1:
                 prefilling.append(sequence)
             elif missing == 1 or sequence.may_run_ahead:
+                has_streams = True
                 # Most rows of most steps: one token in a block that is there. The budget has one for every sequence.
                 if num_scheduled < len(sequence.block_table) * block_size:
                     step.add(sequence, 1)
                 else:
                     self._extend(sequence, 1, step)
+            else:
+                has_streams = has_streams or sequence.goes_on
+        if has_streams and self._pacer is not None:
+            step.pace(self._pacer)
         for sequence in prefilling:
             self._extend(sequence, len(sequence.token_ids) - sequence.num_scheduled, step)
 
@@ -220,9 +238,7 @@ class Scheduler:
     def _full(self, step: StepBuilder) -> SkipReason | None:
         if len(self._running) >= self.limits.max_num_seqs:
             return SkipReason.NO_SEATS
-        if step.num_tokens_left == 0:
-            return SkipReason.NO_TOKENS
-        return None
+        return SkipReason.NO_TOKENS if step.is_full else None
 
     def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
         """Start a waiting sequence, or say why not; then it is as it was before."""
@@ -250,7 +266,7 @@ class Scheduler:
         reserve = len(self._running)  # what the running ones may need in their next block_size steps
         if missing + revived + reserve > self._pool.num_free:
             return SkipReason.NO_BLOCKS
-        if turn.step.room_for(sequence) == 0:
+        if turn.step.room_for(sequence, match.num_tokens) == 0:
             return SkipReason.NO_TOKENS
         may_wait = self._reads_cache(sequence) and not turn.is_overdue(sequence)
         if may_wait and self._shared_prompts.should_wait(sequence, match.num_tokens):

@@ -92,10 +92,15 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the token that is sampled next is not known to be its last one."""
+        return len(self.token_ids) + 1 < self.num_prompt + self.max_tokens
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether a row may be planned for the token that a step in flight samples: its host need not know it, and
         the sequence is not known to end with it."""
-        return not self.needs_known_tokens and len(self.token_ids) + 1 < self.num_prompt + self.max_tokens
+        return not self.needs_known_tokens and self.goes_on
 
     @property
     def scores_next(self) -> bool:

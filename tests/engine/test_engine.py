@@ -82,6 +82,18 @@ class Activations:
     """What a step has in memory."""
 
 
+def test_the_scheduler_learns_what_steps_take_but_not_from_those_that_failed(
+    engine: Engine, runner: FaultyRunner, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[int, float]] = []
+    monkeypatch.setattr(rig.scheduler, "measured", lambda plan, seconds: measured.append((len(plan.rows), seconds)))
+    engine.submit([new_sequence(1), new_sequence(RAISING)], 0.0)
+    run(engine)
+    assert [rows for rows, _seconds in measured] == [1, 1, 1], "the first of four steps had the row that raises"
+    assert runner.plan_sizes[0] == 2
+    assert all(0 < seconds < 10 for _rows, seconds in measured)
+
+
 class CrowdedRunner(FaultyRunner):
     """Runs out of memory in steps of several rows. leftovers: steps whose memory was still taken at a later launch."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from punica_core.engine.graphs import MAX_PROMPTS, GraphSizes, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes
+from punica_core.scheduler.plan import StepWork
 
 SIZES = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512)
 
@@ -60,3 +61,18 @@ def test_without_graphs_nothing_fits() -> None:
     assert GraphSizes().fit(1, 0, 0) is None
     assert GraphSizes().fit(1, 10, 1) is None
     assert GraphSizes().largest == BatchSizes(0)
+
+
+@pytest.mark.parametrize(("decode", "prompt_rows", "prompts"), [(1, 0, 0), (33, 0, 0), (1, 65, 1), (70, 512, 16)])
+def test_who_plans_steps_is_told_what_they_are_padded_to(decode: int, prompt_rows: int, prompts: int) -> None:
+    fitting = SIZES.fit(decode, prompt_rows, prompts)
+    padded = SIZES.step_sizes().padded(StepWork(decode, prompt_rows, prompts, 7))
+    assert fitting is not None
+    assert (padded.decode_rows, padded.prompt_rows) == (fitting.num_decode, fitting.num_prompt_rows)
+
+
+def test_what_is_not_captured_is_not_padded() -> None:
+    work = StepWork(129, 513, MAX_PROMPTS + 1, 7)
+    assert SIZES.fit(work.decode_rows, work.prompt_rows, work.prompts) is None
+    assert SIZES.step_sizes().padded(work) == work
+    assert GraphSizes().step_sizes().padded(work) == work

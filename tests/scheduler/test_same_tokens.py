@@ -18,7 +18,8 @@ from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
 from punica_core.engine.engine import Runner
 from punica_core.protocol import AdapterRef, NewSequence, SamplingParams, StepStats
-from punica_core.scheduler.plan import StepPlan, StepResult
+from punica_core.scheduler.pacing import Pacer, StepSizes
+from punica_core.scheduler.plan import StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Status
 from tests.support.peft_adapters import adapter_ref, save_peft_adapter, tiny_llama
 
@@ -85,12 +86,13 @@ def requests(adapters: list[AdapterRef | None]) -> list[NewSequence]:
 
 
 def serve(
-    base: Path, *batches: list[NewSequence], runs_ahead: bool = False, **options: Any
+    base: Path, *batches: list[NewSequence], runs_ahead: bool = False, pacer: Pacer | None = None, **options: Any
 ) -> tuple[Tokens, StepStats]:
     """Run each batch to its end, one after the other, on one engine whose time is its steps."""
     defaults = {"kv_tokens": 4096, "max_num_batched_tokens": 512, "prefix_cache": False}
     config = EngineConfig(model=str(base), device="cpu", max_model_len=128, **(defaults | options))
     engine, _layout = build_engine(config, lambda what, fraction: None, lambda: None)
+    engine._scheduler._pacer = pacer
     if runs_ahead:
         engine._runner = late = LateRunner(engine._runner)
     tokens: Tokens = {request.request_id: [] for batch in batches for request in batch}
@@ -141,6 +143,29 @@ def test_mixed_equals_solo(base: Path, requests: list[NewSequence], solo: Tokens
 
 def test_chunked_equals_whole(base: Path, requests: list[NewSequence], solo: Tokens) -> None:
     tokens, _stats = serve(base, requests, max_num_seqs=8, max_num_batched_tokens=11)
+    assert tokens == solo
+
+
+class Recorder(Pacer):
+    """Paces by a made-up device; remembers the work of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05, 512, StepSizes(prompt_rows=(3, 8, 16), max_prompts=2))
+        self.steps: list[StepWork] = []
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        self.steps.append(work)
+        super().observe(work, 0.01 + 0.005 * work.prompt_rows)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_paced_equals_solo(base: Path, requests: list[NewSequence], solo: Tokens, runs_ahead: bool) -> None:
+    pacer = Recorder()
+    tokens, _stats = serve(base, requests[:4], requests[4:], runs_ahead=runs_ahead, pacer=pacer)
+    beside_streams = [work.prompt_rows for work in pacer.steps if work.decode_rows and work.prompt_rows]
+    assert len(beside_streams) > 10
+    assert max(beside_streams) <= 8
+    assert max(work.prompt_rows for work in pacer.steps) > 100, "while nobody streams"
     assert tokens == solo
 
 

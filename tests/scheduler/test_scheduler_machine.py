@@ -59,6 +59,12 @@ class KeepsKvOfPreempted(Scheduler):
         sequence.num_computed = num_computed
 
 
+class LetsStreamsWait(Scheduler):
+    def _extend_running(self, step: StepBuilder) -> None:
+        super()._extend_running(step)
+        step._pacer = None
+
+
 class AnswersCancelledAgain(Scheduler):
     def _update_row(self, row: RowPlan, result: StepResult) -> object:  # type: ignore[override]
         row.sequence.status = row.sequence.status.RUNNING
@@ -181,6 +187,7 @@ BROKEN: list[tuple[type, type[SchedulerMachine]]] = [
             ReleasesWhileExecuting,
             ForgetsTokensOfPreempted,
             KeepsKvOfPreempted,
+            LetsStreamsWait,
             AnswersCancelledAgain,
             IgnoresSeats,
             LetsAnyonePass,

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import FinishReason, NewSequence
-from punica_core.scheduler.plan import StepPlan, StepResult
+from punica_core.scheduler.pacing import Pacer, StepSizes
+from punica_core.scheduler.plan import StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Sequence, Status
 from tests.support.residency import adapter_ref
 from tests.support.scheduling import (
@@ -33,6 +34,8 @@ MAX_TOKENS = 7
 NUM_BLOCKS = 8
 MAX_SCORED = 4
 LIMIT = 0.5
+STEP_SIZES = StepSizes(prompt_rows=(2, 4, 6), max_prompts=2)
+STEP_TARGET = 0.4
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,8 +53,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.doomed: dict[int, FinishReason] = {}
         self.steps: list[FakeStep] = []
 
-    @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3))
-    def build(self, prefix_cache: bool, load_steps: int) -> None:
+    @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3), paced=st.booleans())
+    def build(self, prefix_cache: bool, load_steps: int, paced: bool) -> None:
+        self.paced = paced
         self.rig: Rig = self.rig_factory(
             num_blocks=NUM_BLOCKS,
             num_slots=2,
@@ -63,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
             overtake_limit=LIMIT,
             adapter_wait_limit=LIMIT,
+            pacer=Pacer(STEP_TARGET, 8, STEP_SIZES) if paced else None,
         )
 
     @rule(
@@ -143,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             last_input = row.sequence.num_prompt + max(row.sequence.sampling.max_tokens - 1, 0)
             assert row.start + row.count <= last_input, "a row behind the end of its sequence"
             assert row.pending <= bool(self.steps), "nothing is in flight that could sample the pending token"
+        self._work_is_counted_and_keeps_the_pace(plan)
         if plan.rows or not self.steps:  # a step without rows only lets time pass
             self.steps.append(self.rig.model.launch(plan))
 
@@ -237,7 +243,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _finish_oldest(self, result: StepResult) -> None:
         self.rig.now += self.rig.step_seconds
-        self.rig.finish(self.steps.pop(0).plan, result)
+        plan = self.steps.pop(0).plan
+        if plan.rows:
+            self.rig.scheduler.measured(plan, self.rig.step_seconds * (1 + plan.work.prompt_rows))
+        self.rig.finish(plan, result)
 
     def _submit(self, request: NewSequence) -> None:
         self.requests[request.request_id] = request
@@ -261,6 +270,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             if started.adapter is not None:
                 for sequence in passed.intersection(insisting):
                     assert sequence.adapter == started.adapter or not self._asked_for_room(sequence), "room was taken"
+
+    def _work_is_counted_and_keeps_the_pace(self, plan: StepPlan) -> None:
+        """Prompts beside a stream are as few and as short as the runner likes them."""
+        prompts = [row for row in plan.rows if row.count > 1]
+        num_rows = sum(row.count for row in prompts)
+        attended = sum(sum(range(row.start + 1, row.start + row.count + 1)) for row in prompts)
+        assert plan.work == StepWork(len(plan.rows) - len(prompts), num_rows, len(prompts), attended)
+        has_stream = any(row.start >= row.sequence.num_prompt for row in plan.rows if row.count == 1)
+        if self.paced and has_stream:
+            assert num_rows <= STEP_SIZES.prompt_rows[-1], "streams wait for too long a prompt"
+            assert len(prompts) <= (STEP_SIZES.max_prompts or 0), "streams wait for too many prompts"
 
     def _asked_for_room(self, sequence: Sequence) -> bool:
         """Whether this waiting sequence was refused room in the last pass: one sequence an adapter asks, the oldest of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from punica_core.kv.block_pool import BlockPool
@@ -23,7 +23,8 @@ from punica_core.protocol import (
     TokenLogprobs,
 )
 from punica_core.scheduler.limits import SchedulerLimits
-from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
+from punica_core.scheduler.pacing import Pacer
+from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult, StepWork
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from tests.support.residency import FakeResidency, key_of
@@ -153,7 +154,10 @@ class FakeModel:
 
 @dataclass
 class Rig:
-    """Scheduler, model and clock. `run` steps until idle; everything a client would see is in `outputs`."""
+    """Scheduler, model and clock. `run` steps until idle; everything a client would see is in `outputs`.
+
+    seconds_of: what a step takes; without, all take step_seconds. step_times: what the steps of `step` took.
+    """
 
     limits: SchedulerLimits
     pool: BlockPool
@@ -163,6 +167,8 @@ class Rig:
     model: FakeModel
     now: float = 0.0
     step_seconds: float = 0.1
+    seconds_of: Callable[[StepWork], float] | None = None
+    step_times: list[float] = field(default_factory=list)
     outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
     started: dict[int, float] = field(default_factory=dict)
@@ -182,7 +188,9 @@ class Rig:
         plan = self.scheduler.schedule(self.now)
         self.record(plan)
         result = self.model.execute(plan)
-        self.now += self.step_seconds
+        self.step_times.append(self.step_seconds if self.seconds_of is None else self.seconds_of(plan.work))
+        self.now += self.step_times[-1]
+        self.scheduler.measured(plan, self.step_times[-1])
         self.finish(plan, result)
         return plan
 
@@ -237,10 +245,12 @@ def make_rig(
     max_scored_tokens: int = 64,
     overtake_limit: float = 1.0,
     adapter_wait_limit: float = 1.0,
+    pacer: Pacer | None = None,
+    step_seconds: Callable[[StepWork], float] | None = None,
     scheduler_type: type[Scheduler] = Scheduler,
     cache_type: type[PrefixCache] = PrefixCache,
 ) -> Rig:
-    """A rig; the two types may be replaced by ones broken on purpose."""
+    """A rig; the two types may be replaced by ones broken on purpose. step_seconds: what steps take, else 0.1."""
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -254,7 +264,8 @@ def make_rig(
     pool = BlockPool(num_blocks)
     cache = cache_type(pool, BLOCK_SIZE) if prefix_cache else None
     residency = FakeResidency(num_slots, load_steps)
-    return Rig(limits, pool, cache, residency, scheduler_type(limits, pool, cache, residency), FakeModel())
+    scheduler = scheduler_type(limits, pool, cache, residency, pacer)
+    return Rig(limits, pool, cache, residency, scheduler, FakeModel(), seconds_of=step_seconds)
 
 
 def _kv(adapter_key: str, tenant: str, tokens: list[int]) -> str:

@@ -1,0 +1,60 @@
+"""The simulation of docs/scheduling.md: with the bound streams keep their pace, and throughput is not the price."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from punica_core.bench import pacing
+from punica_core.bench.pacing import Simulation, Trace
+from punica_core.config import EngineConfig
+
+TARGET_MS = EngineConfig(model="m").target_step_ms
+AIM_MS = 35.0
+
+
+def simulated(name: str, target_ms: float, **changes: Any) -> Trace:
+    trace = Simulation(dataclasses.replace(pacing.cases()[name], **changes), target_ms).run()
+    assert sum(map(len, trace.tokens.values())) == sum(output for _prompt, output in pacing.cases()[name].lengths)
+    return trace
+
+
+def gap_ms(trace: Trace, percentile: float) -> float:
+    return 1e3 * float(np.percentile(trace.gaps, percentile))
+
+
+@pytest.mark.parametrize("name", ["burst", "burst-distinct", "clients"])
+def test_no_stream_waits_longer_than_the_aim_and_throughput_is_kept(name: str) -> None:
+    off, paced = simulated(name, 0.0), simulated(name, TARGET_MS)
+    assert gap_ms(off, 100) > AIM_MS, "without the bound it is broken"
+    assert gap_ms(paced, 100) < AIM_MS
+    assert paced.tokens_per_second > 0.97 * off.tokens_per_second
+
+
+def test_long_prompts_are_cut_finer_the_more_they_attend_to() -> None:
+    off, paced = simulated("long", 0.0), simulated("long", TARGET_MS)
+    assert gap_ms(off, 99) > 2 * AIM_MS, "without the bound it is broken"
+    assert gap_ms(paced, 99) < AIM_MS
+    assert paced.tokens_per_second > 0.97 * off.tokens_per_second
+    chunks = paced.long_chunks
+    assert sum(chunks) == 16_000
+    assert chunks[10] > chunks[-3], "of the middle of the prompt, and of its end"
+
+
+def test_a_fixed_chunk_for_the_same_pace_costs_throughput_or_breaks_it() -> None:
+    """What is learned is worth it: the budget that keeps the bound beside deep prompts is one for all steps."""
+    paced = simulated("long", TARGET_MS)
+    fixed = {budget: Simulation(pacing.cases()["long"], 0.0, budget).run() for budget in (256, 1024)}
+    assert gap_ms(fixed[1024], 99) > AIM_MS
+    assert gap_ms(fixed[256], 99) < AIM_MS
+    assert fixed[256].tokens_per_second < paced.tokens_per_second
+
+
+def test_tables_have_a_row_for_each_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pacing.main(["--cases", "clients", "--targets-ms", "0", "25"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "64 clients in a closed loop, 384 requests:"
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| off", "| 25"]
