@@ -137,13 +137,18 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
+        from app.open_files import max_connections
 
         app = main_module.app_of(service)
         async with app.router.lifespan_context(app):
             spinner.finish()
             config = uvicorn.Config(
                 app,
-                http=http_protocol(chosen.request_timeout),
+                http=http_protocol(
+                    request_timeout=chosen.request_timeout,
+                    send_timeout=chosen.send_timeout,
+                    max_connections=max_connections(),
+                ),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 ws="none",
                 lifespan="off",

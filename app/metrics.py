@@ -78,18 +78,21 @@ class ModelMetrics:
 
 class Metrics(Collector):
     """All numbers of a server. known_names: the names that exist now; in_flight: sequences that hold a seat;
-    queued_tokens: prompt tokens of those without any output; more: collectors of other parts, scraped with this one."""
+    queued_tokens: prompt tokens of those without any output; body_bytes: of request bodies; more: collectors of other
+    parts, scraped with this one."""
 
     def __init__(
         self,
         known_names: Callable[[], Collection[str]],
         in_flight: Callable[[], int],
         queued_tokens: Callable[[], int],
+        body_bytes: Callable[[], int],
         more: Sequence[Collector] = (),
     ) -> None:
         self._known_names = known_names
         self._in_flight = in_flight
         self._queued_tokens = queued_tokens
+        self._body_bytes = body_bytes
         self._models: dict[str, ModelMetrics] = {}
         self._unknown = ModelMetrics()
         self._engine: StepStats | None = None  # while no worker has reported
@@ -175,6 +178,8 @@ class Metrics(Collector):
         yield GaugeMetricFamily("punica_in_flight", "Sequences admitted and not ended.", value=self._in_flight())
         queued = "Prompt tokens of admitted sequences without any output."
         yield GaugeMetricFamily("punica_queued_prompt_tokens", queued, value=self._queued_tokens())
+        bodies = "Bytes of request bodies that are arriving or being read."
+        yield GaugeMetricFamily("punica_request_body_bytes", bodies, value=self._body_bytes())
         yield GaugeMetricFamily("punica_worker_up", "1 while a worker takes commands.", value=int(self.worker_up))
         yield CounterMetricFamily("punica_worker_restarts", "Workers started after a loss.", value=self.worker_restarts)
         engine = self._engine

@@ -13,6 +13,7 @@ from pathlib import Path
 from app.adapter_loading import AdapterLoader
 from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
+from app.body import Bodies
 from app.budget import Budget
 from app.chat_template import ChatTemplate
 from app.formats import Head
@@ -119,9 +120,14 @@ class Service:
             self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
         )
         self.metrics = Metrics(
-            self.all_names, lambda: self.batcher.in_flight, lambda: self.batcher.queued_tokens, [self.usages]
+            self.all_names,
+            lambda: self.batcher.in_flight,
+            lambda: self.batcher.queued_tokens,
+            lambda: self.bodies.used,
+            [self.usages],
         )
         self.logprobs = Budget(MAX_HELD_LOGPROBS)
+        self.bodies = Bodies(settings.max_total_body_bytes)
         self._layout: EngineLayout | None = None
         self._tokenizer: Tokenizer | None = None
         self._templates: AdapterTemplates | None = None

@@ -84,7 +84,13 @@ class Settings:
     max_body_bytes: int = _key(
         8 * 2**20, "largest request body, e.g. 8MiB; a larger one is answered 413", is_bytes=True
     )
+    max_total_body_bytes: int = _key(
+        2**28, "memory for all request bodies together, e.g. 256MiB; beyond it requests are answered 429", is_bytes=True
+    )
     request_timeout: float = _key(60.0, "seconds that a client gets to send a request; then it is answered 408")
+    send_timeout: float = _key(
+        60.0, "seconds in which a client must take something of what is sent; then its connection is closed"
+    )
     stream_keep_alive: float = _key(15.0, "seconds of silence after which a stream sends a comment")
     drain_timeout: float = _key(30.0, "seconds that running requests get to finish after SIGTERM")
     stall_timeout: float = _key(
@@ -109,14 +115,22 @@ class Settings:
             "max_queue",
             "max_queue_tokens",
             "max_body_bytes",
+            "max_total_body_bytes",
             "drain_timeout",
             "stall_timeout",
             "request_timeout",
+            "send_timeout",
             "stream_keep_alive",
         )
         for key in positive:
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} is {getattr(self, key)}; it must be positive.", param=key)
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_total_body_bytes is {self.max_total_body_bytes}; one body may have max_body_bytes, "
+                f"{self.max_body_bytes}: raise the one or lower the other.",
+                param="max_total_body_bytes",
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535.", param="port")
         if self.enable_admin and self.api_keys_file and not self.api_key:

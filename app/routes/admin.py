@@ -8,20 +8,17 @@ from starlette.responses import PlainTextResponse, Response
 from app.access import LOAD_ROUTE, UNLOAD_ROUTE, caller, check_admin
 from app.admin_schemas import LoadAdapter, UnloadAdapter
 from app.api_errors import error_response
-from app.body import read_body
 from app.openapi import answered_by
 from app.parsing import StructT, parse
 from app.service import Service
 from punica_core.errors import InvalidRequest, PunicaError
 
-_ERRORS = (400, 401, 403, 404, 408, 413, 500)
+_ERRORS = (400, 401, 403, 404, 408, 413, 429, 500)
 
 router = APIRouter()
 
 
-@router.post(
-    LOAD_ROUTE, response_model=None, openapi_extra=answered_by(None, body=LoadAdapter, errors=(*_ERRORS, 429, 503))
-)
+@router.post(LOAD_ROUTE, response_model=None, openapi_extra=answered_by(None, body=LoadAdapter, errors=(*_ERRORS, 503)))
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder under a name; answers when all of it has been read and checked."""
     service: Service = request.app.state.service
@@ -50,5 +47,5 @@ async def unload_adapter(request: Request) -> Response:
 async def _read(request: Request, kind: type[StructT]) -> StructT:
     check_admin(caller(request))
     service: Service = request.app.state.service
-    body = await read_body(request, service.settings.max_body_bytes)
-    return parse(kind, body, on_unknown=service.note_unknown)
+    with service.bodies.begin() as body:
+        return parse(kind, await body.read(request, service.settings.max_body_bytes), on_unknown=service.note_unknown)

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from app.access import caller
 from app.api_errors import error_response
-from app.body import read_body
 from app.budget import Share
 from app.flight import Flight, SequenceStream
 from app.formats import ChatFormat, CompletionFormat, Format
@@ -86,6 +85,7 @@ class Admission:
         self._key = caller(request)
         self._arrived_at = time.perf_counter()
         self._metrics: ModelMetrics = self.service.metrics.unknown
+        self._body = self.service.bodies.begin()
         self._flight: Flight | None = None
         self._logprobs: Share | None = None
 
@@ -93,6 +93,7 @@ class Admission:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._body.end()
         if kind is not None:
             self._end()
 
@@ -103,8 +104,8 @@ class Admission:
             self._logprobs.end()
 
     async def read(self, kind: type[BodyT]) -> BodyT:
-        """The request's body. Raises InvalidRequest or RequestTooLarge."""
-        body = await read_body(self._request, self.service.settings.max_body_bytes)
+        """The request's body. Raises InvalidRequest, RequestTooLarge or QueueFull."""
+        body = await self._body.read(self._request, self.service.settings.max_body_bytes)
         return parse(kind, body, self.service.note_unknown)
 
     def resolve(self, body: GenerationRequest) -> AdapterRef | None:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from app.access import caller
 from app.api_errors import error_response
-from app.body import read_body
+from app.body import Body
 from app.chat_template import ChatTemplate
 from app.generation import check_hopeless, check_ids, off_loop_if_large, text_size
 from app.keys import ApiKey
@@ -27,13 +27,14 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """A prompt's or a conversation's token ids, as a generation would have them."""
     service: Service = request.app.state.service
-    try:
-        body = await _read(request, service, TokenizeRequest)
-        template = await service.template_of(_adapter(service, body.model, caller(request)))
-        size = text_size(body.messages) if body.messages is not None else len(body.prompt or "")
-        answer = await off_loop_if_large(size, lambda: _tokenized(body, service, template))
-    except PunicaError as error:
-        return error_response(error)
+    with service.bodies.begin() as held:
+        try:
+            body = await _read(request, service, held, TokenizeRequest)
+            template = await service.template_of(_adapter(service, body.model, caller(request)))
+            size = text_size(body.messages) if body.messages is not None else len(body.prompt or "")
+            answer = await off_loop_if_large(size, lambda: _tokenized(body, service, template))
+        except PunicaError as error:
+            return error_response(error)
     return Response(answer, media_type="application/json")
 
 
@@ -42,21 +43,21 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service: Service = request.app.state.service
     tokenizer = service.tokenizer
-    try:
-        body = await _read(request, service, DetokenizeRequest)
-        _adapter(service, body.model, caller(request))
-        check_ids(body.tokens, tokenizer.vocab_size, "tokens")
-        text = await off_loop_if_large(
-            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
-    except PunicaError as error:
-        return error_response(error)
+    with service.bodies.begin() as held:
+        try:
+            body = await _read(request, service, held, DetokenizeRequest)
+            _adapter(service, body.model, caller(request))
+            check_ids(body.tokens, tokenizer.vocab_size, "tokens")
+            text = await off_loop_if_large(
+                len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+            )
+        except PunicaError as error:
+            return error_response(error)
     return Response(msgspec.json.encode(DetokenizeResponse(prompt=text)), media_type="application/json")
 
 
-async def _read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
-    body = await read_body(request, service.settings.max_body_bytes)
-    return parse(kind, body, service.note_unknown)
+async def _read(request: Request, service: Service, held: Body, kind: type[BodyT]) -> BodyT:
+    return parse(kind, await held.read(request, service.settings.max_body_bytes), service.note_unknown)
 
 
 def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | None:

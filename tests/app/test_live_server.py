@@ -49,8 +49,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(model_dir: Path, *options: str, step_seconds: float = 0.0) -> Iterator[Process]:
-    command = (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), str(step_seconds))
+def running(
+    model_dir: Path, *options: str, step_seconds: float = 0.0, open_files: int | None = None
+) -> Iterator[Process]:
+    command: tuple[str, ...] = () if open_files is None else ("sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh")
+    command += (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), str(step_seconds))
     with subprocess.Popen(
         (*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:

@@ -19,7 +19,9 @@ from tests.support.fake_engine import FakeEngine
 def serving(settings: Settings, connect: Callable[[], FakeEngine]) -> Iterator[str]:
     """The server's URL; it stops with the block."""
     config = uvicorn.Config(
-        create_app(settings, connect), http=http_protocol(settings.request_timeout), log_config=None
+        create_app(settings, connect),
+        http=http_protocol(request_timeout=60, send_timeout=60, max_connections=100),
+        log_config=None,
     )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
