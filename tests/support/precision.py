@@ -1,0 +1,130 @@
+"""How far adapters in 16 bit are from PEFT in fp32, beside how far PEFT in 16 bit is from itself there.
+
+All rows read one stream of tokens, each from its start to an end of its own, so that what any adapter makes of a place
+in it is known, and it can be told whether a row would pass with another's adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from punica_core.engine.graphs import GraphSizes
+from punica_core.model.loader import prepare
+from punica_core.scheduler.plan import BASE_SLOT
+from tests.support.adapter_formats import Case, load_for
+from tests.support.driven_device_runner import MAX_SEQS, DrivenDeviceRunner
+from tests.support.driven_runner import random_prompt
+from tests.support.peft_adapters import peft_warnings_ignored, save_peft_adapter
+from tests.support.peft_batch import adapted_model
+
+BATCH = MAX_SEQS - 1
+"""Adapters in a batch at most, beside a row of the base."""
+NEW_TOKENS = 6
+GRAPHS = GraphSizes((2, 8, 16), (0, 8, 16), (64, 256))
+LIMIT = 2.0
+
+Build = Callable[[], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """|x − PEFT in fp32| / |PEFT in fp32| over the logits of the tokens behind a prompt.
+
+    ours, theirs: of Punica and of PEFT, both in 16 bit on one device. effect: of the base without the adapter, in fp32.
+    swapped: of Punica, against another adapter of the batch.
+    """
+
+    ours: float
+    theirs: float
+    effect: float
+    swapped: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether neither doing nothing nor doing what another adapter does would have passed."""
+        return min(self.effect, self.swapped) > 2 * LIMIT * self.theirs
+
+
+def stream(length: int, vocab_size: int) -> list[int]:
+    """Has the tokens whose rows some adapters train (3, 5, 9) in every piece of four."""
+    drawn = random_prompt(length, vocab_size)
+    return [(3, 5, 9)[i // 4 % 3] if i % 4 == 0 else token for i, token in enumerate(drawn)]
+
+
+def measure(
+    build: Build, cases: Mapping[Any, Case], device: str, dtype: torch.dtype, root: Path
+) -> dict[Any, Precision]:
+    """Of every case, by its key; all in one batch with the base's row, prompts in chunks and decode steps."""
+    assert len(cases) <= BATCH
+    folders = [
+        save_peft_adapter(root / str(slot), build(), seed=slot, std=_std(case), dtype=case.dtype, **case.config)
+        for slot, case in enumerate(cases.values())
+    ]
+    slots = [BASE_SLOT, *range(len(folders))]
+    ends = [8 + 4 * index for index in range(len(slots))]
+    tokens = stream(max(ends) + NEW_TOKENS, build().config.vocab_size)
+    ours = _forced(_driven(build, folders, device, dtype), slots, tokens, ends)
+    pefts = [_logits(build, folder, tokens, device, dtype) for folder in (None, *folders)]
+    found = {}
+    for index, key in enumerate(cases, start=1):
+        place = slice(ends[index] - 1, ends[index] - 1 + NEW_TOKENS)
+        other = index % len(folders) + 1 if len(folders) > 1 else 0
+        exact, half = (logits[place] for logits in pefts[index])
+        found[key] = Precision(
+            ours=_distance(ours[index], exact),
+            theirs=_distance(half, exact),
+            effect=_distance(pefts[0][0][place], exact),
+            swapped=_distance(ours[index], pefts[other][0][place]),
+        )
+    base = slice(ends[0] - 1, ends[0] - 1 + NEW_TOKENS)
+    exact, half = (logits[base] for logits in pefts[0])
+    assert _distance(ours[0], exact) <= LIMIT * _distance(half, exact), "the base's own row"
+    return found
+
+
+def _std(case: Case) -> float:
+    """Of the numbers in A and B: so that s·BA is as large whatever its rank. Where an adapter drowns the base, an error
+    of a last bit grows to anything from layer to layer, PEFT's too."""
+    rank = int(case.config.get("r", 8))
+    growth = rank if case.config.get("use_rslora") else rank**0.5
+    return float(0.1 * (8**0.5 / growth) ** 0.5)
+
+
+def _driven(build: Build, folders: list[Path], device: str, dtype: torch.dtype) -> DrivenDeviceRunner:
+    loaded = prepare(build().to(device, dtype), Path("."), build().config.max_position_embeddings)
+    adapters = {slot: load_for(loaded, folder) for slot, folder in enumerate(folders)}
+    options: dict[str, Any] = {"flashinfer": True, "graphs": GRAPHS} if device == "cuda" else {}
+    return DrivenDeviceRunner(build().to(device, dtype), adapters, **options)
+
+
+def _forced(driven: DrivenDeviceRunner, slots: list[int], tokens: list[int], ends: list[int]) -> list[Tensor]:
+    """[NEW_TOKENS, V] of each row behind its prompt, which ends where `ends` says."""
+    sequences = [driven.sequence(tokens[:end], slot) for slot, end in zip(slots, ends, strict=True)]
+    driven.teacher_force(sequences, [tokens[end : end + NEW_TOKENS] for end in ends], budget=24)
+    return [driven.logits_of(sequence).cpu() for sequence in sequences]
+
+
+def _logits(
+    build: Build, folder: Path | None, tokens: list[int], device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[T, V] of PEFT in fp32 on the CPU, and in 16 bit on the device."""
+    model = adapted_model(folder, build)
+    with peft_warnings_ignored(), torch.no_grad():
+        exact = model(torch.tensor([tokens])).logits[0]
+        half = model.to(device, dtype)(torch.tensor([tokens], device=device)).logits[0]
+    return exact, half.float().cpu()
+
+
+def _distance(logits: Tensor, reference: Tensor) -> float:
+    return float((logits - reference).norm() / reference.norm())
