@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterUnsupported
 from punica_core.lora.cache import AdapterCache
@@ -34,7 +33,6 @@ from tests.support.peft_adapters import (
     adapter_ref,
     edit_config,
     edit_tensors,
-    peft_warnings_ignored,
     save_peft_adapter,
     tiny_llama,
 )
@@ -198,32 +196,6 @@ def test_logits_of_prompts_use_the_head_of_their_own_adapter(tmp_path: Path) -> 
         assert [entry.logprob for entry in got] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
     chosen = [driven.logits_of(sequence)[0] for sequence in short]
     assert all(not torch.allclose(a, b, atol=0.01) for i, a in enumerate(chosen) for b in chosen[:i])
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_initialisation_that_changes_the_base_is_served_once_converted(tmp_path: Path, init: str) -> None:
-    folder, initial = tmp_path / "adapter", tmp_path / "initial"
-    with peft_warnings_ignored():
-        trained = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
-        trained.peft_config["default"].init_lora_weights = True
-        trained.save_pretrained(initial)
-        trained.peft_config["default"].init_lora_weights = init
-        with torch.no_grad():
-            for name, parameter in trained.named_parameters():
-                if "lora_B" in name:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-            wanted = trained(torch.tensor([PROMPT])).logits[0, -1]
-        trained.save_pretrained(tmp_path / "as it is")
-        trained.save_pretrained(folder, path_initial_model_for_weight_conversion=str(initial))
-    driven = DrivenRunner(tiny_llama())
-    driven.adapters[0] = load_for(driven.loaded, folder)
-    sequences = [driven.sequence(PROMPT, slot) for slot in (0, -1)]
-    driven.step(sequences)
-    got, plain = (driven.logits_of(sequence)[0] for sequence in sequences)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
-    assert (got - plain).abs().max() > 0.1
-    with pytest.raises(AdapterUnsupported, match=f"init_lora_weights is '{init}'"):
-        load_for(driven.loaded, tmp_path / "as it is")
 
 
 def test_in_bfloat16_no_format_is_twice_as_far_off_as_peft(tmp_path: Path) -> None:
