@@ -6,8 +6,8 @@ While RESTARTING new work is refused at once (503 with Retry-After) rather than 
 to load, and clients' SDKs retry by themselves. The first start is different: its failure is the caller's.
 
 A stall is a step that takes longer than `stall_timeout` and than ten times the slowest step seen; it counts from the
-step's start, so a long queue or an idle engine is never one. A stalled worker is killed, which is a
-loss like any other.
+step's start, so a long queue or an idle engine is never one. An idle worker that does not say anything to new work for
+as long has stalled too. A stalled worker is killed, which is a loss like any other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 30.0
 STALL_FACTOR = 10.0
+SECOND_LOOK = 0.2
+"""Seconds between finding that a worker has stalled and believing it."""
 
 
 class State(enum.StrEnum):
@@ -46,6 +48,7 @@ class StallClock:
     def __init__(self, shortest_bound: float) -> None:
         self._shortest_bound = shortest_bound
         self._step_started_at: float | None = None
+        self._asked_at: float | None = None  # when an idle engine was given work that it has not answered
         self._slowest = 0.0
 
     @property
@@ -53,8 +56,14 @@ class StallClock:
         """How long a step may take now."""
         return max(self._shortest_bound, STALL_FACTOR * self._slowest)
 
+    def on_submit(self, now: float) -> None:
+        """Work was handed over."""
+        if self._step_started_at is None and self._asked_at is None:
+            self._asked_at = now
+
     def on_event(self, event: Event, now: float) -> None:
         """A step started, ended (outputs), or the engine is idle."""
+        self._asked_at = None
         if isinstance(event, StepStarted):
             self._step_started_at = now if event.busy else None
         elif isinstance(event, Outputs) and self._step_started_at is not None:
@@ -65,9 +74,8 @@ class StallClock:
 
     def seconds_left(self, now: float) -> float:
         """Until the current step counts as stalled (<= 0: it does); the whole bound while idle."""
-        if self._step_started_at is None:
-            return self.bound
-        return self._step_started_at + self.bound - now
+        since = self._asked_at if self._step_started_at is None else self._step_started_at
+        return self.bound if since is None else since + self.bound - now
 
 
 class Supervisor:
@@ -129,6 +137,7 @@ class Supervisor:
     def submit(self, sequences: Sequence[NewSequence]) -> None:
         """Hand over to the current life. Without one they were ended already by on_lost."""
         if self._client is not None and self._state is State.READY:
+            self._stall.on_submit(self._clock())
             self._client.submit(sequences)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
@@ -199,13 +208,21 @@ class Supervisor:
 
     async def _watch_stalls(self) -> None:
         while True:
-            left = self._stall.seconds_left(self._clock()) if self._state is State.READY else self._stall_timeout
+            left = self._stall_left()
+            if left <= 0:
+                await asyncio.sleep(SECOND_LOOK)  # it may be us who did not run: then the news are there by now
+                left = self._stall_left()
             if left <= 0 and self._client is not None:
-                log.error("A step has taken more than %.1f s: killing the worker.", self._stall.bound)
+                log.error("The worker has said nothing for more than %.1f s: killing it.", self._stall.bound)
                 self._state, self._stalled = State.RESTARTING, True
                 self._client.kill()
                 left = self._stall_timeout
             await asyncio.sleep(min(max(left, 0.01), 1.0))
+
+    def _stall_left(self) -> float:
+        if self._state is not State.READY:
+            return self._stall_timeout
+        return self._stall.seconds_left(self._clock())
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +26,12 @@ CONFIG = EngineConfig(model="m")
 class Watched:
     """A supervisor and what it told."""
 
-    def __init__(self, connect: Callable[[], EngineClient], stall_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], EngineClient],
+        stall_timeout: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.events: list[Event] = []
         self.losses: list[PunicaError] = []
         self.lives = 0
@@ -34,6 +43,7 @@ class Watched:
             on_ready=self._on_ready,
             on_progress=lambda progress: None,
             stall_timeout=stall_timeout,
+            clock=clock,
         )
 
     def _on_ready(self, layout: Any) -> None:
@@ -102,6 +112,54 @@ async def test_a_worker_that_stalls_is_killed_and_replaced(scripted: Callable[..
     await watched.until(lambda: watched.lives == 2)
     assert [error.code for error in watched.losses] == [WorkerLost.code]
     assert "did not finish a step in time" in watched.losses[0].message
+
+
+async def test_a_worker_that_is_frozen_while_idle_is_found_by_the_next_request(scripted: Callable[..., Any]) -> None:
+    watched = await scripted(stall_timeout=0.3)
+    watched.submit(7)
+    await watched.until(lambda: watched.events[-1:] == [StepStarted(busy=False)])
+    (frozen,) = children()
+    os.kill(frozen, signal.SIGSTOP)
+    await asyncio.sleep(0.8)
+    assert watched.losses == []  # nobody wants anything of it
+    watched.submit(7)
+    await watched.until(lambda: watched.lives == 2)
+    assert [error.code for error in watched.losses] == [WorkerLost.code]
+    assert frozen not in children()
+
+
+def children() -> list[int]:
+    process = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("has_news", [True, False])
+async def test_a_front_end_that_did_not_run_does_not_blame_the_worker(
+    monkeypatch: pytest.MonkeyPatch, has_news: bool
+) -> None:
+    """Its process was stopped for a while: its timers fire before it has read what came meanwhile."""
+    engine, now, looks, real_sleep = FakeEngine(auto=False), [0.0], 0, asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        nonlocal looks
+        if seconds == supervisor_module.SECOND_LOOK:
+            looks += 1
+            if has_news:
+                engine.emit(Outputs([]))
+        await real_sleep(0)
+
+    watched = Watched(lambda: engine, clock=lambda: now[0])
+    await watched.supervisor.start()
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    engine.emit(StepStarted(busy=True))
+    now[0] += 100.0
+    while not looks:
+        await real_sleep(0)
+    for _ in range(10):
+        await real_sleep(0)
+    monkeypatch.setattr(asyncio, "sleep", real_sleep)
+    assert engine.killed is not has_news
+    await watched.supervisor.stop()
 
 
 async def test_a_worker_that_sends_garbage_is_replaced(
@@ -192,6 +250,18 @@ def test_the_stall_bound_counts_from_the_steps_start() -> None:
     assert stall.seconds_left(now=1031.0) == 28.0
     stall.on_event(StepStarted(busy=False), now=1031.0)
     assert stall.seconds_left(now=5000.0) == 30.0
+
+
+def test_work_that_an_idle_engine_does_not_answer_counts_until_it_does() -> None:
+    stall = StallClock(30.0)
+    stall.on_submit(now=1000.0)
+    stall.on_submit(now=1010.0)
+    assert stall.seconds_left(now=1029.0) == 1.0
+    stall.on_event(Outputs([]), now=1029.0)  # it was refused at once: the engine is idle
+    assert stall.seconds_left(now=5000.0) == 30.0
+    stall.on_event(StepStarted(busy=True), now=6000.0)
+    stall.on_submit(now=6020.0)
+    assert stall.seconds_left(now=6020.0) == 10.0  # a step that runs has its own clock
 
 
 def test_the_stall_bound_is_ten_times_the_slowest_step() -> None:
