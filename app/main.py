@@ -79,7 +79,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class RequestEnvelope:
-    """Around every request: `x-request-id` echoed or made, and an unexpected exception as our envelope."""
+    """Around every request: `x-request-id` echoed or made, and an unexpected exception as our envelope. A HEAD is a GET
+    to all within; the server keeps the body back."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,6 +91,8 @@ class RequestEnvelope:
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         started = False
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             nonlocal started

@@ -149,3 +149,18 @@ def test_a_body_that_follows_a_wish_for_another_protocol_has_its_bound(server: P
     assert (status, error["code"]) == (408, "request_timeout")
     status, error = error_in(exchange(server, head + b"transfer-encoding: chunked\r\n\r\nzz\r\n"))
     assert status == 400
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nowhere", 404)])
+def test_a_head_is_a_get_without_its_body(server: Process, path: str, status: int) -> None:
+    def asked(method: str) -> tuple[list[bytes], bytes]:
+        request = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: r\r\n\r\n"
+        head, _, body = exchange(server, request.encode()).partition(b"\r\n\r\n")
+        return [line for line in head.split(b"\r\n") if not line.startswith(b"date: ")], body
+
+    (got, got_body), (headed, no_body) = asked("GET"), asked("HEAD")
+    assert headed[0].startswith(b"HTTP/1.1 %d " % status)
+    assert [b"content-length: %d" % len(got_body) in lines for lines in (got, headed)] == [True, True]
+    assert (headed, no_body) == (got, b"")
+    assert got_body
+    assert exchange(server, b"HEAD /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")[9:12] == b"405"
