@@ -158,13 +158,17 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
             ready = ready_text(service.all_names(), host, port, needs_key=not service.keys.is_open)
+            server = Server(config, service, ready)
             if chosen.api_keys_file:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)
-            await Server(config, service, ready).serve(sockets=[listener])
+            elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
+            await server.serve(sockets=[listener])
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with our drain: on SIGTERM or SIGINT no new work is taken, and what runs ends within drain_timeout.
+    """uvicorn, with our drain: on SIGTERM, SIGINT or the end of its terminal (SIGHUP, unless that has the keys read
+    again) no new work is taken, and what runs ends within drain_timeout.
 
     A second signal ends it at once. The process's exit code is 0 after a drain: signals are not raised again.
     ready: printed once connections are accepted.

@@ -1,7 +1,7 @@
 """The worker process: `python -m punica_core.worker --fd N`, started by a front end over a socket pair.
 
 Three threads: the main one runs the engine, one reads commands, one writes events, so that a step never waits for
-the socket. EOF on the socket means that the front end is gone: the process ends at once. SIGINT and SIGTERM are
+the socket. EOF on the socket means that the front end is gone: the process ends at once. SIGINT, SIGTERM and SIGHUP are
 ignored, since they reach the whole process group and it is the front end that drains.
 """
 
@@ -201,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket of the front end")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=args.fd))
     try:
         _serve(channel)

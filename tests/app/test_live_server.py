@@ -164,13 +164,14 @@ async def test_a_crash_of_the_worker_ends_requests_and_the_server_answers_again(
         assert await server.metric("punica_worker_restarts_total") == 1
 
 
-async def test_sigterm_lets_running_streams_finish_and_exits_0(model_dir: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_signals_let_running_streams_finish_and_exit_with_0(model_dir: Path, signum: signal.Signals) -> None:
     with running(model_dir, step_seconds=0.01) as server:
         async with server.openai() as client:
             streams = [
                 await client.completions.create(model=BASE, prompt="a", max_tokens=60, stream=True) for _ in range(5)
             ]
-            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signum)
             texts = ["".join([chunk.choices[0].text async for chunk in stream]) for stream in streams]
         assert texts == ["a" * 60] * 5
         assert await server.exit_code() == 0

@@ -119,6 +119,14 @@ def test_a_killed_worker_ends_its_requests_with_an_error_and_is_replaced(own_ser
     assert answer(own_server.url) == before
 
 
+def test_signals_to_the_whole_process_group_leave_the_worker_to_the_front_end(demo_server: LiveServer) -> None:
+    workers = demo_server.worker_pids()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(workers[0], signum)
+    answer(demo_server.url)
+    assert demo_server.worker_pids() == workers
+
+
 def test_a_dead_front_end_takes_the_worker_with_it(own_server: LiveServer) -> None:
     (worker,) = own_server.worker_pids()
     own_server.process.kill()
