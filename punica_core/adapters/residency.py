@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -28,6 +28,9 @@ from punica_core.protocol import AdapterRef
 
 MAX_REMEMBERED = 1024
 """Failures, and sizes of versions waiting for room, remembered at most; the oldest is forgotten first."""
+
+PREFETCH_SHARE = 0.25
+"""Of a tier's bytes: what was brought in before anybody could use it takes no more, but for the last one."""
 
 V = TypeVar("V")
 
@@ -180,31 +183,31 @@ class ResidencyTable:
         self._doomed.update(ref for ref in (*versions, *self._loads) if ref.path == path)
         return tuple(resident for ref in idle for resident in self._forget(ref))
 
-    def begin(self, ref: AdapterRef, now: float) -> bool:
+    def begin(self, ref: AdapterRef, now: float, spared: Collection[AdapterRef] = ()) -> bool:
         """A load starts; exactly one of `commit`, `wait`, `fail` ends it. For versions not loading or resident.
 
-        False (nothing started): the version is WAITING_FOR_ROOM, and there still is none.
+        False (nothing started): the version is WAITING_FOR_ROOM, and there still is none (see `reserve`).
         """
         if ref in self._loads or ref in self._versions:
             raise ValueError(f"{ref.name!r} is loading or resident already")
         nbytes = self._waiting.get(ref)
         self._loads[ref] = _Load()
-        if nbytes is not None and not self.reserve(ref, nbytes, now):
+        if nbytes is not None and not self.reserve(ref, nbytes, now, spared):
             del self._loads[ref]
             return False
         self._waiting.pop(ref, None)
         self._failed.pop(ref, None)
         return True
 
-    def reserve(self, ref: AdapterRef, nbytes: int, now: float) -> bool:
+    def reserve(self, ref: AdapterRef, nbytes: int, now: float, spared: Collection[AdapterRef] = ()) -> bool:
         """Keep nbytes (at least 1) and a slot for a load, setting idle residents apart, least recently used first.
 
-        False: pinned and just loaded adapters leave too little room; nothing changed. Again with room: True.
+        False: pinned, just loaded and `spared` adapters leave too little room; nothing changed. Again with room: True.
         """
         load = self._loads[ref]
         if load.reserved:
             return load.reserved == nbytes
-        leaving = self._choose_leaving(nbytes, now)
+        leaving = self._choose_leaving(nbytes, now, spared)
         if leaving is None:
             return False
         for resident in leaving:
@@ -224,13 +227,21 @@ class ResidencyTable:
         """Let a resident keep its place for claim_seconds, unless it is pinned before, as after a commit."""
         resident.claim_until = now + self._claim_seconds
 
-    def evictable(self, now: float) -> Iterator[Resident]:
-        """Residents that may leave, least recently used first: no pins, no claim, not set apart."""
+    def evictable(self, now: float, spared: Collection[AdapterRef] = ()) -> Iterator[Resident]:
+        """Residents that may leave, least recently used first: no pins, no claim, not set apart, not `spared`."""
         return (
             resident
             for resident in self._lru.values()
-            if resident.pins == 0 and resident.leaves_for is None and resident.claim_until <= now
+            if resident.pins == 0
+            and resident.leaves_for is None
+            and resident.claim_until <= now
+            and resident.refs.keys().isdisjoint(spared)
         )
+
+    def may_prefetch(self, wanted: Collection[AdapterRef]) -> bool:
+        """Whether what was brought in of the `wanted` ones, and nobody has used yet, leaves room for more of it."""
+        unused = (r.nbytes for r in self._lru.values() if r.claim_until and not r.refs.keys().isdisjoint(wanted))
+        return sum(unused) < PREFETCH_SHARE * self.budget_bytes
 
     def evict(self, resident: Resident) -> None:
         """A resident without pins leaves at once: for tiers whose memory must be free before a load can fill it."""
@@ -315,13 +326,13 @@ class ResidencyTable:
         assert all(self._versions[ref].refs[ref] for ref in self._doomed & self._versions.keys())
         assert max(len(self._waiting), len(self._failed)) <= MAX_REMEMBERED
 
-    def _choose_leaving(self, nbytes: int, now: float) -> tuple[Resident, ...] | None:
+    def _choose_leaving(self, nbytes: int, now: float, spared: Collection[AdapterRef]) -> tuple[Resident, ...] | None:
         room = self.budget_bytes - self._charged_bytes
         has_slot = self.has_free_slot
         if room + self._idle_bytes < nbytes:  # the usual "no" costs no walk
             return None
         leaving: list[Resident] = []
-        for resident in self.evictable(now):
+        for resident in self.evictable(now, spared):
             if room >= nbytes and (has_slot or leaving):
                 break
             leaving.append(resident)

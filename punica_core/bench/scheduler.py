@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Collection, Iterable
 
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
@@ -33,6 +34,9 @@ class WarmAndCold:
 
     def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
         return self._grants.get(ref, SkipReason.ADAPTER_LOADING)
+
+    def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
+        """What is cold stays so."""
 
     def release(self, ref: AdapterRef) -> None:
         """Nothing to undo."""

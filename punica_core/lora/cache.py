@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,8 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One load. progress_at: last sign of life (seconds of the cache's clock); reading: a reader has it."""
+    """One load. progress_at: last sign of life (seconds of the cache's clock); reading: a reader has it. spared: who
+    need not make room for it."""
 
     ref: AdapterRef
     started_at: float
@@ -59,6 +60,7 @@ class _Job:
     nbytes: int = 0
     reading: bool = False
     abandoned: bool = False
+    spared: Collection[AdapterRef] = ()
 
 
 class _Abandoned(Exception):
@@ -123,12 +125,31 @@ class AdapterCache:
                 if not self._table.begin(ref, now):
                     return SkipReason.ADAPTER_NO_ROOM
                 self._enqueue(_Job(ref, now, now))
+            elif presence is Presence.LOADING:
+                self._jobs[ref].spared = ()  # it is wanted now
             error = self._table.failure(ref, now) if presence is Presence.FAILED else None
             if error is not None:
                 self._failures[ref] = error
         if error is not None:
             self._announce()
         return SkipReason.ADAPTER_LOADING
+
+    def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
+        """See `Residency.prefetch`. Nothing is read in advance while all readers have work."""
+        with self._lock:
+            now = self._clock()
+            for ref in soonest:
+                if len(self._jobs) >= NUM_READERS or not self._table.may_prefetch(wanted):
+                    return
+                if self._table.presence(ref, now) in (Presence.ABSENT, Presence.WAITING_FOR_ROOM):
+                    if not self._table.begin(ref, now, wanted):
+                        return
+                    self._enqueue(_Job(ref, now, now, spared=wanted))
+
+    def has(self, ref: AdapterRef) -> bool:
+        """Whether the version could be acquired at once."""
+        with self._lock:
+            return self._table.presence(ref, self._clock()) is Presence.RESIDENT
 
     def release(self, ref: AdapterRef) -> None:
         """Undo one successful `acquire`. Raises ValueError for one too many."""
@@ -269,19 +290,19 @@ class AdapterCache:
         gives a room back that was read into in vain, however late."""
         if not isinstance(reader, PackedReader):
             return reader.read(lambda: self._progress(job)), None
-        room = self._room_to_land(reader.num_elements)
+        room = self._room_to_land(reader.num_elements, job.spared)
         try:
             return reader.read(lambda: self._progress(job), None if room is None else room.elements), room
         except BaseException:
             self._give(room)
             raise
 
-    def _room_to_land(self, num_elements: int) -> Room | None:
+    def _room_to_land(self, num_elements: int, spared: Collection[AdapterRef]) -> Room | None:
         """Landing memory for an adapter; idle ones that lie there leave for it, the one used longest ago first."""
         with self._lock:
             if self._landing is None:
                 return None
-            idle = [other for other in self._table.evictable(self._clock()) if other.slot in self._landed]
+            idle = [other for other in self._table.evictable(self._clock(), spared) if other.slot in self._landed]
             count = self._landing.fewest_to_give([self._landed[other.slot] for other in idle], num_elements)
             for leaving in idle[:count]:
                 self._table.evict(leaving)
@@ -303,7 +324,7 @@ class AdapterCache:
                     f"it needs {nbytes} bytes as {self._dtype}, all adapters together may have "
                     f"{self._table.budget_bytes}; raise --adapter-host-bytes."
                 )
-            if self._table.reserve(job.ref, nbytes, now):
+            if self._table.reserve(job.ref, nbytes, now, job.spared):
                 return True
             self._table.wait(job.ref, nbytes)
             del self._jobs[job.ref]

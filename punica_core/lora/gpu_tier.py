@@ -19,20 +19,22 @@ matrix of room is wasted in each gap between them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from punica_core.adapters.residency import MAX_REMEMBERED, Presence, ResidencyTable, Resident
+from punica_core.adapters.residency import Presence, ResidencyTable, Resident
 from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, PunicaError
 from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
 from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
 from punica_core.lora.cache import AdapterCache, CacheStats
+from punica_core.lora.denials import Denials
 from punica_core.lora.free_ranges import fewest_to_give
 from punica_core.lora.landing import LANDING_BYTES, LandingMemory
 from punica_core.lora.segments import Int32Array
@@ -47,31 +49,19 @@ from punica_core.scheduler.plan import AdapterGrant, SkipReason
 NUM_SLOTS = 4096
 """Adapters resident at most. The tables take 48 bytes for each of them and each module: 44 MB for 224 modules."""
 
-_RETRY_ROOM_SECONDS = 0.25
-"""An adapter that found no room tries again when something was released, and after so long: claims expire."""
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     """One load. weights: pinned in the host tier by `ref` until the job has ended. runs: room for it that is taken and
-    not its resident's yet."""
+    not its resident's yet. spared: who need not make room for it."""
 
     ref: AdapterRef
     weights: AdapterWeights
     started_at: float
     runs: tuple[Run, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Denied:
-    """A version that found no room for parts of these sizes. num_releases, retry_at: while there were no more releases,
-    and until then, nothing has happened that could have made some."""
-
-    part_sizes: Sequence[int]
-    num_releases: int
-    retry_at: float
+    spared: Collection[AdapterRef] = ()
 
 
 class _Closed(Exception):
@@ -119,8 +109,7 @@ class GpuAdapterTier:
         )
         self._runs: dict[int, tuple[Run, ...]] = {}  # by slot
         self._copying: set[int] = set()  # slots of residents that are not there yet; each has a pin of ours
-        self._denied: OrderedDict[AdapterRef, _Denied] = OrderedDict()
-        self._num_releases = 0
+        self._denials = Denials()
         self._failures: dict[AdapterRef, PunicaError] = {}
         self._loads: list[AdapterLoad] = []
         self._queue: deque[_Job] = deque()
@@ -159,7 +148,18 @@ class GpuAdapterTier:
         """Undo one successful `acquire`, when no step that reads the slot is queued. ValueError for one too many."""
         with self._lock:
             self._free(self._table.unpin(ref))
-            self._num_releases += 1
+            self._denials.released()
+
+    def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
+        """See `Residency.prefetch`. Nothing is copied in advance while anything is copied."""
+        self._host.prefetch(soonest, wanted)
+        with self._lock:
+            if self._queue or self._copying or not self._table.may_prefetch(wanted):
+                return
+            now = self._clock()
+            ready = (r for r in soonest if self._table.presence(r, now) is Presence.ABSENT and self._host.has(r))
+            for ref in itertools.islice(ready, 1):
+                self._start(ref, now, wanted)
 
     def forget(self, path: str) -> None:
         """Nobody will ask for the adapter in this folder again: give its memory back, if in use when that ends."""
@@ -201,12 +201,12 @@ class GpuAdapterTier:
             self._closed = True
             self._has_work.notify_all()
 
-    def _start(self, ref: AdapterRef, now: float) -> SkipReason:
-        """Begin or continue a load; the reason to wait."""
+    def _start(self, ref: AdapterRef, now: float, spared: Collection[AdapterRef] = ()) -> SkipReason:
+        """Begin or continue a load; the reason to wait. spared: who need not make room for it."""
         if self._table.presence(ref, now) is Presence.LOADING:
             return SkipReason.ADAPTER_LOADING
-        denied = self._denied.get(ref)
-        if denied is not None and not self._fits_now(ref, denied, now):
+        denied = self._denials.part_sizes(ref)
+        if denied is not None and not self._fits_now(ref, denied, now, spared):
             return SkipReason.ADAPTER_NO_ROOM
         answer = self._host.acquire(ref)
         if isinstance(answer, SkipReason):
@@ -215,10 +215,10 @@ class GpuAdapterTier:
             self._host.release(ref)
             return SkipReason.ADAPTER_LOADING
         self._table.begin(ref, now)
-        job = _Job(ref, self._host.weights(answer.slot), now)
+        job = _Job(ref, self._host.weights(answer.slot), now, spared=spared)
         if denied is not None:
-            del self._denied[ref]
-            job.runs = self._take_room(ref, denied.part_sizes, now)
+            self._denials.forget(ref)
+            job.runs = self._take_room(ref, denied, now, spared)
         self._queue.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_jobs, name="adapter-copier", daemon=True)
@@ -226,17 +226,14 @@ class GpuAdapterTier:
         self._has_work.notify()
         return SkipReason.ADAPTER_LOADING
 
-    def _fits_now(self, ref: AdapterRef, denied: _Denied, now: float) -> bool:
+    def _fits_now(self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]) -> bool:
         """Whether there is room for what found none."""
-        if denied.num_releases == self._num_releases and now < denied.retry_at:
+        if self._denials.stands(ref, now):
             return False
-        if self._leaving_for(denied.part_sizes, now) is not None:
+        if self._leaving_for(part_sizes, now, spared) is not None:
             return True
-        self._denied[ref] = self._denial(denied.part_sizes, now)
+        self._denials.remember(ref, part_sizes, now, final=not spared)
         return False
-
-    def _denial(self, part_sizes: Sequence[int], now: float) -> _Denied:
-        return _Denied(part_sizes, self._num_releases, now + _RETRY_ROOM_SECONDS)
 
     def _announce(self) -> None:
         """Wake who waits for the end of a load; takes no lock."""
@@ -317,12 +314,10 @@ class GpuAdapterTier:
                 f"{self._table.budget_bytes}; raise --adapter-gpu-bytes."
             )
         if job.runs is None:
-            job.runs = self._take_room(job.ref, layout.part_sizes, now)
+            job.runs = self._take_room(job.ref, layout.part_sizes, now, job.spared)
         if job.runs is None:
             self._table.abandon(job.ref)
-            self._denied[job.ref] = self._denial(layout.part_sizes, now)
-            if len(self._denied) > MAX_REMEMBERED:
-                self._denied.popitem(last=False)
+            self._denials.remember(job.ref, layout.part_sizes, now, final=not job.spared)
             return None
         assert sum(run.length for run in job.runs) == layout.num_elements, "the same files, the same layout"
         resident, gone = self._table.commit(job.ref, job.weights.key, now)
@@ -334,9 +329,11 @@ class GpuAdapterTier:
         self._copying.add(resident.slot)
         return resident
 
-    def _take_room(self, ref: AdapterRef, part_sizes: Sequence[int], now: float) -> tuple[Run, ...] | None:
+    def _take_room(
+        self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]
+    ) -> tuple[Run, ...] | None:
         """Ranges of the arena for a version that loads, in the books too; None if there is no room."""
-        leaving = self._leaving_for(part_sizes, now)
+        leaving = self._leaving_for(part_sizes, now, spared)
         if leaving is None:
             return None
         for resident in leaving:
@@ -346,7 +343,9 @@ class GpuAdapterTier:
         assert reserved, "what fits the arena fits the books"
         return runs
 
-    def _leaving_for(self, part_sizes: Sequence[int], now: float) -> list[Resident] | None:
+    def _leaving_for(
+        self, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]
+    ) -> list[Resident] | None:
         """As few idle adapters as it takes, oldest first, to make room for an adapter, and a slot; None if all are not
         enough."""
         total = sum(part_sizes)
@@ -355,7 +354,7 @@ class GpuAdapterTier:
             return None  # the usual "no" costs no walk
         if not least and free.fits(part_sizes):
             return []
-        idle = list(self._table.evictable(now))
+        idle = list(self._table.evictable(now, spared))
         count = fewest_to_give(free, [self._runs[resident.slot] for resident in idle], part_sizes, at_least=least)
         return None if count is None else idle[:count]
 
@@ -374,7 +373,7 @@ class GpuAdapterTier:
         """The copy has ended: take our pin off."""
         self._copying.remove(resident.slot)
         self._free(self._table.unpin(ref))
-        self._num_releases += 1
+        self._denials.released()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -387,7 +386,7 @@ class GpuAdapterTier:
             if job.runs is not None:
                 self.arena.free.give_runs(job.runs)
                 job.runs = None
-                self._num_releases += 1
+                self._denials.released()
             found = self._table.find(job.ref)
             if error is not None:
                 self._table.fail(job.ref, error, now)

@@ -8,6 +8,7 @@ outputs = scheduler.update(plan, step.result(), now)
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,6 +52,10 @@ class Residency(Protocol):
     def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
         """Pin the adapter if it is resident. Otherwise start (or continue) bringing it in and say why not yet:
         ADAPTER_LOADING, or ADAPTER_NO_ROOM when pinned adapters hold all the bytes."""
+
+    def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
+        """Bring in adapters that will be wanted, the soonest first, as far as that costs nobody anything: not the place
+        of one that is in use or `wanted`, and no more than a share of the memory for what nobody uses yet."""
 
     def release(self, ref: AdapterRef) -> None:
         """Undo one successful `acquire`."""

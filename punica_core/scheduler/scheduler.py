@@ -24,6 +24,7 @@ from punica_core.scheduler.outcome import (
 )
 from punica_core.scheduler.pacing import Pacer
 from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
+from punica_core.scheduler.prefetch import Prefetcher
 from punica_core.scheduler.running import RunningSequences
 from punica_core.scheduler.sequence import Sequence, Status
 from punica_core.scheduler.shared_prompts import SharedPrompts
@@ -54,6 +55,7 @@ class Scheduler:
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._residency = residency
+        self._prefetcher = Prefetcher(residency)
         self._pacer = pacer
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
@@ -83,8 +85,7 @@ class Scheduler:
         """Take a sequence in. Raises `RequestError` if it can never run; then nothing has changed."""
         assert request.request_id not in self._live, f"request_id {request.request_id} is in use"
         check_servable(request, self.limits, self._pool.num_blocks)
-        sequence = Sequence.of(request, now)
-        sequence.serial = self._next_serial
+        sequence = Sequence.of(request, now, self._next_serial)
         self._next_serial += 1
         self._live[request.request_id] = sequence
         self._waiting.enter(request.tenant)
@@ -204,9 +205,7 @@ class Scheduler:
         step.drop(sequence)
         self._running.remove(sequence)
         self._release(sequence)
-        sequence.status = Status.WAITING
-        sequence.num_computed = sequence.num_scheduled = 0
-        sequence.chain = None
+        sequence.begin_again()
         self._waiting.push(sequence)
         self.counters.preemptions += 1
 
@@ -215,9 +214,11 @@ class Scheduler:
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Start waiting sequences in fair order until tokens, seats or blocks are used up."""
         turn = AdmissionPass(step, now, overdue_since=now - self.limits.overtake_limit)
-        stop = self._full(step)
+        stop = self._full(step) if self._waiting else None
         if stop is None and self._waiting:
             stop = self._admit_in_order(turn)
+        if stop is not None:
+            self._prefetcher.look_ahead(self._waiting, turn)
         self.waiting_by_reason = waiting_by_reason(self._waiting, turn, stop)
 
     def _admit_in_order(self, turn: AdmissionPass) -> SkipReason | None:
@@ -276,8 +277,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBuilder) -> None:
         self._waiting.remove(sequence)
         self._running.add(sequence)
-        sequence.status = Status.RUNNING
-        sequence.num_computed = sequence.num_scheduled = match.num_tokens
+        sequence.begin(match.num_tokens)
         if self._prefix_cache is not None:
             sequence.chain = self._prefix_cache.chain(sequence.adapter_key, sequence.tenant)
             self._shared_prompts.begin(sequence)

@@ -79,9 +79,9 @@ class Sequence:
         self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None
 
     @classmethod
-    def of(cls, request: NewSequence, now: float) -> Sequence:
+    def of(cls, request: NewSequence, now: float, serial: int = 0) -> Sequence:
         """A sequence that arrives now."""
-        return cls(request=request, arrival=now, token_ids=list(request.prompt_ids))
+        return cls(request=request, arrival=now, token_ids=list(request.prompt_ids), serial=serial)
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +114,17 @@ class Sequence:
     @property
     def adapter_key(self) -> str:
         return self.grant.adapter_key if self.grant else ""
+
+    def begin(self, num_computed: int) -> None:
+        """It runs from now on, and so many tokens need not be computed."""
+        self.status = Status.RUNNING
+        self.num_computed = self.num_scheduled = num_computed
+
+    def begin_again(self) -> None:
+        """It waits again, with all its tokens and none of their KV."""
+        self.status = Status.WAITING
+        self.num_computed = self.num_scheduled = 0
+        self.chain = None
 
     def check(self, block_size: int) -> None:
         """Assert that it holds exactly what its status entitles it to."""

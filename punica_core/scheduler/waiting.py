@@ -45,6 +45,17 @@ class WaitingQueue:
         for queues in self._queues.values():
             yield from queues.items()
 
+    def next_adapters(self, count: int) -> list[AdapterRef]:
+        """At most so many adapters of those that wait, about in the order in which they will be wanted: each tenant's
+        first one, then each one's second; the tenant with the least service first, and a tenant's oldest sequence."""
+        ranked = []
+        for tenant, queues in self._queues.items():
+            heads = sorted((queue for adapter, queue in queues.items() if adapter is not None), key=_head_serial)
+            ranked += [(place, self._served[tenant], _head_serial(queue), queue) for place, queue in enumerate(heads)]
+        ranked.sort(key=lambda entry: entry[:3])
+        found = dict.fromkeys(queue[0].adapter for *_rank, queue in ranked)
+        return [adapter for adapter in found if adapter is not None][:count]
+
     def enter(self, tenant: str) -> None:
         """A sequence of this tenant came to the scheduler. Undone by `leave` when it ends."""
         if tenant not in self._unfinished:
@@ -153,6 +164,10 @@ def _merge(queues: Iterable[_Queue], refused: Container[AdapterRef | None]) -> I
             heapq.heapreplace(heads, (queue[index].serial, index, queue))
         else:
             heapq.heappop(heads)
+
+
+def _head_serial(queue: _Queue) -> int:
+    return queue[0].serial
 
 
 def _serial(sequence: Sequence) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 from punica_core.protocol import AdapterRef, FileSignature
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
@@ -23,6 +24,7 @@ class FakeResidency:
         self.slots: dict[AdapterRef, int] = {}  # resident, used longest ago first
         self.loading: dict[AdapterRef, int] = {}  # steps left
         self.num_evictions = 0
+        self.asked: list[list[AdapterRef]] = []  # what `prefetch` was asked for
         self._slot_of_load: dict[AdapterRef, int] = {}
         self._free = list(range(num_slots))
 
@@ -36,6 +38,13 @@ class FakeResidency:
         self.slots[ref] = self.slots.pop(ref)
         self.pins[ref] += 1
         return AdapterGrant(self.slots[ref], adapter_key=key_of(ref))
+
+    def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
+        self.asked.append(list(soonest))
+        for ref in self.asked[-1]:
+            if ref not in self.slots and ref not in self.loading and not self._reserve(ref, wanted):
+                return
+        self._land()
 
     def release(self, ref: AdapterRef) -> None:
         assert self.pins[ref] > 0, f"{ref.name} is released more often than it was acquired"
@@ -54,9 +63,10 @@ class FakeResidency:
     def num_pins(self) -> int:
         return self.pins.total()
 
-    def _reserve(self, ref: AdapterRef) -> bool:
+    def _reserve(self, ref: AdapterRef, spared: Collection[AdapterRef] = ()) -> bool:
         if not self._free:
-            victim = next((resident for resident in self.slots if not self.pins[resident]), None)
+            idle = (resident for resident in self.slots if not self.pins[resident] and resident not in spared)
+            victim = next(idle, None)
             if victim is None:
                 return False
             self._free.append(self.slots.pop(victim))

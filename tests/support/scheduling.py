@@ -247,10 +247,11 @@ def make_rig(
     adapter_wait_limit: float = 1.0,
     pacer: Pacer | None = None,
     step_seconds: Callable[[StepWork], float] | None = None,
+    residency_type: type[FakeResidency] = FakeResidency,
     scheduler_type: type[Scheduler] = Scheduler,
     cache_type: type[PrefixCache] = PrefixCache,
 ) -> Rig:
-    """A rig; the two types may be replaced by ones broken on purpose. step_seconds: what steps take, else 0.1."""
+    """A rig; the types may be replaced by ones broken on purpose. step_seconds: what steps take, else 0.1."""
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -263,7 +264,7 @@ def make_rig(
     )
     pool = BlockPool(num_blocks)
     cache = cache_type(pool, BLOCK_SIZE) if prefix_cache else None
-    residency = FakeResidency(num_slots, load_steps)
+    residency = residency_type(num_slots, load_steps)
     scheduler = scheduler_type(limits, pool, cache, residency, pacer)
     return Rig(limits, pool, cache, residency, scheduler, FakeModel(), seconds_of=step_seconds)
 
