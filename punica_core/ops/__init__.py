@@ -16,7 +16,16 @@ from torch import Tensor
 
 from punica_core.ops import reference
 
-__all__ = ["kv_append", "lora_apply", "lora_embed", "lora_expand", "lora_shrink", "rotary_append", "segment_gemm"]
+__all__ = [
+    "decode_attention",
+    "kv_append",
+    "lora_apply",
+    "lora_embed",
+    "lora_expand",
+    "lora_shrink",
+    "rotary_append",
+    "segment_gemm",
+]
 
 _LIBRARY = torch.library.Library("punica", "DEF")
 
@@ -140,6 +149,42 @@ def rotary_append(
     torch.ops.punica.rotary_append(query, cache, qkv, cos, sin, kv_slots, layer)
 
 
+def decode_attention(
+    out: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_block_len: Tensor,
+    layer: int,
+    scaling: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Attend with the newest token of each sequence over its blocks of the paged cache.
+
+    **Semantics**: with ``k, v`` the tokens of sequence b in ``cache[kv_indices[kv_indptr[b]:kv_indptr[b+1]], layer]``,
+    of whose last block ``last_block_len[b]`` exist, and query head h attending to kv head ``h // (H / K)``:
+    ``out[b, h] = softmax(scaling * query[b, h] @ k.T) @ v``, over the last ``window`` tokens unless that is 0. With a
+    softcap, scores become ``softcap * tanh(score / softcap)`` first. What lies in a block behind its tokens counts
+    for nothing, whatever it is.
+
+    The kernel reads blocks other than each sequence's last before the kernel in front of it has ended.
+
+    Args:
+        out: ``[B, H, D]`` (mutated), contiguous, dtype of the cache.
+        query: ``[B, H, D]``, contiguous, dtype of the cache.
+        cache: ``[blocks, L, 2, P, K, D]``, contiguous; CUDA: bf16 or fp16, P 16, D 64 or 128, H at most 8 K.
+        kv_indptr: int32 ``[B + 1]``; no sequence may be without a block.
+        kv_indices: int32, block ids; as many as kv_indptr says, or more.
+        last_block_len: int32 ``[B]``, 1 to P.
+        layer: which L.
+    """
+    tables = (kv_indptr, kv_indices, last_block_len)
+    torch.ops.punica.decode_attention(out, query, cache, *tables, layer, scaling, window=window, softcap=softcap)
+
+
 def lora_apply(
     y: Tensor,
     x: Tensor,
@@ -166,6 +211,8 @@ def _register() -> None:
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
         "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
         "int layer) -> ()",
+        "decode_attention": "(Tensor(a!) out, Tensor query, Tensor cache, Tensor kv_indptr, Tensor kv_indices, "
+        "Tensor last_block_len, int layer, float scaling, *, int window=0, float softcap=0.0) -> ()",
     }
     checks = {
         "lora_shrink": reference.check_shrink,
@@ -174,6 +221,7 @@ def _register() -> None:
         "segment_gemm": reference.check_segment_gemm,
         "kv_append": reference.check_kv_append,
         "rotary_append": reference.check_rotary_append,
+        "decode_attention": reference.check_decode_attention,
     }
     for name, schema in schemas.items():
         _LIBRARY.define(name + schema)

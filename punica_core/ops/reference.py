@@ -5,6 +5,7 @@ Accumulates in fp32 for 16-bit inputs. Reads the plan and the table on the host,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -160,6 +161,33 @@ def rotary_append(
     kv_append(cache, rotated[:, query.size(1) :], value, kv_slots, layer)
 
 
+def decode_attention(
+    out: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_block_len: Tensor,
+    layer: int,
+    scaling: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    check_decode_attention(out, query, cache, kv_indptr, kv_indices, last_block_len, layer, scaling)
+    last = last_block_len.tolist()
+    for seq, (begin, end) in enumerate(itertools.pairwise(kv_indptr.tolist())):
+        num_tokens = (end - begin - 1) * cache.size(3) + last[seq]
+        seen = slice(max(0, num_tokens - window) if window else 0, num_tokens)
+        blocks = cache[kv_indices[begin:end].long(), layer]
+        keys, values = (blocks[:, half].flatten(0, 1)[seen].float().transpose(0, 1) for half in (0, 1))
+        heads = query[seq].float().unflatten(0, (keys.size(0), -1))
+        scores = scaling * (heads @ keys.transpose(1, 2))
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[seq] = (scores.softmax(-1) @ values).flatten(0, 1).to(out.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of the first E elements of heads [..., D]; cos, sin: [..., E]. Rounded once."""
     width = cos.size(-1)
@@ -263,12 +291,16 @@ def check_segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan:
     torch._check(table.size(0) == 1, lambda: f"segment_gemm takes one slice, got {table.size(0)}")
 
 
-def check_kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
+def _check_cache(cache: Tensor, layer: int) -> None:
     torch._check(
         cache.dim() == 6 and cache.is_contiguous() and cache.size(2) == 2,
         lambda: f"cache must be contiguous [blocks, L, 2, P, K, D], got {tuple(cache.shape)}",
     )
     torch._check(0 <= layer < cache.size(1), lambda: f"layer is {layer}, the cache has {cache.size(1)}")
+
+
+def check_kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
+    _check_cache(cache, layer)
     torch._check(
         kv_slots.dtype == torch.int32 and kv_slots.dim() == 1,
         lambda: f"kv_slots must be 1-D int32, got {kv_slots.dtype} {tuple(kv_slots.shape)}",
@@ -306,3 +338,38 @@ def check_rotary_append(
     )
     keys = qkv[:, query.size(1) * cache.size(5) :].unflatten(1, (2, cache.size(4), cache.size(5)))
     check_kv_append(cache, keys[:, 0], keys[:, 1], kv_slots, layer)
+
+
+def check_decode_attention(
+    out: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_block_len: Tensor,
+    layer: int,
+    scaling: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    _check_cache(cache, layer)
+    for name, rows in (("query", query), ("out", out)):
+        torch._check(
+            rows.dim() == 3 and rows.is_contiguous() and rows.size(2) == cache.size(5) and rows.dtype == cache.dtype,
+            lambda name=name, rows=rows: (
+                f"{name} must be contiguous [B, H, D] of the cache's dtype, got {rows.dtype} {tuple(rows.shape)}"
+            ),
+        )
+    torch._check(
+        out.shape == query.shape and query.size(1) % cache.size(4) == 0,
+        lambda: f"query {tuple(query.shape)} and out {tuple(out.shape)} must have the same multiple of K heads",
+    )
+    sizes = (("kv_indptr", kv_indptr, query.size(0) + 1), ("last_block_len", last_block_len, query.size(0)))
+    for name, table, size in (*sizes, ("kv_indices", kv_indices, kv_indices.size(0))):
+        torch._check(
+            table.dtype == torch.int32 and table.dim() == 1 and table.size(0) == size,
+            lambda name=name, table=table: (
+                f"{name} must be 1-D int32, as long as the query says, got {table.dtype} {tuple(table.shape)}"
+            ),
+        )

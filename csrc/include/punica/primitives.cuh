@@ -44,6 +44,16 @@ __device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint
 
 __device__ inline unsigned warp_min(unsigned value) { return __reduce_min_sync(~0u, value); }
 
+__device__ inline float shuffle_xor(float value, int distance) { return __shfl_xor_sync(~0u, value, distance); }
+__device__ inline int shuffle(int value, int lane) { return __shfl_sync(~0u, value, lane); }
+
+// Lane 4 g + q gives the 16-bit elements of row g, columns 2q and 2q + 1, of a matrix [8 x 8], and gets those of the transposed.
+__device__ inline uint32_t transposed_8x8(uint32_t pair) {
+  uint32_t out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
 // Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
 // next kernel's blocks start as soon as every block of this one has called it. Every block waits at some time, also one
 // without work: else a kernel could end before the one before it, and the kernel after would start too early. Before the

@@ -194,6 +194,26 @@ inline unsigned warp_min(unsigned value) {
   });
 }
 
+inline float shuffle_xor(float value, int distance) {
+  int const other = threadIdx.x % emulator::kWarp ^ distance;
+  return emulator::with_warp({std::bit_cast<uint32_t>(value), 0, 0, 0, 0, 0},
+                             [&](auto const& lanes) { return std::bit_cast<float>(lanes[other][0]); });
+}
+
+inline int shuffle(int value, int lane) {
+  return emulator::with_warp({static_cast<uint32_t>(value), 0, 0, 0, 0, 0},
+                             [&](auto const& lanes) { return static_cast<int>(lanes[lane][0]); });
+}
+
+inline uint32_t transposed_8x8(uint32_t pair) {
+  int const row = threadIdx.x % emulator::kWarp / 4;
+  int const column = threadIdx.x % 4 * 2;
+  return emulator::with_warp({pair, 0, 0, 0, 0, 0}, [&](auto const& lanes) {
+    auto const element = [&](int r, int c) { return lanes[r * 4 + c / 2][0] >> (c % 2 * 16) & 0xffffu; };
+    return element(column, row) | element(column + 1, row) << 16;
+  });
+}
+
 inline void wait_for_previous() { ++emulator::threads_waited; }
 inline void start_next() {}
 
