@@ -4,6 +4,9 @@ Its tensor-core kernel for 16-bit prompts serves decode steps too. It works from
 and sent ahead of the step, that cuts long contexts into pieces of similar cost. The kernels are called directly,
 without FlashInfer's wrapper classes: these copy the step's tables from ordinary memory, which makes the host wait for
 the device, and reuse one page-locked buffer, which a loop that runs ahead would overwrite before it has been read.
+
+Decode rows whose contexts are not cut in pieces are attended by a kernel of our own, `ops.decode_attention`, where it
+takes the model's heads: it needs no plan, and streams short contexts faster.
 """
 
 from __future__ import annotations
@@ -41,6 +44,12 @@ _MASK_NONE, _MASK_CAUSAL = 0, 1
 _NO_POSITION_ENCODING = 0
 
 
+def attends_whole(cache: Tensor, num_heads: int) -> bool:
+    """Whether `ops.decode_attention` takes a model's heads. cache: [blocks, L, 2, P, K, D]."""
+    block_size, num_kv_heads, head_dim = cache.shape[3:]
+    return block_size == 16 and head_dim in (64, 128) and num_heads <= 8 * num_kv_heads
+
+
 def unsupported_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     """Why FlashInfer cannot serve a model, None if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -55,6 +64,7 @@ class FlashInferAttention:
 
     specs: of each layer; layers that differ in window or soft cap get plans of their own. num_heads: H.
     max_seqs: B of the largest decode lane of a graph. max_prompt_rows, max_prompts: of its largest lane of prompts.
+    own_kernel: whole contexts are attended by it where it can.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class FlashInferAttention:
         *,
         max_prompt_rows: int = 0,
         max_prompts: int = 0,
+        own_kernel: bool = True,
     ) -> None:
         kinds = list(dict.fromkeys(specs))
         self._num_heads = num_heads
@@ -84,6 +95,9 @@ class FlashInferAttention:
         workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._kinds = [_Kind(spec, cache.dtype, head_dim, workspace) for spec in kinds]
         self._kind_of_layer = [self._kinds[kinds.index(spec)] for spec in specs]
+        self._specs = tuple(specs)
+        self._can_attend_whole = own_kernel and attends_whole(cache, num_heads)
+        self._is_whole = False
         self._batch: AttentionBatch | None = None
 
     def set_cache(self, cache: Tensor) -> None:
@@ -108,37 +122,57 @@ class FlashInferAttention:
         cut: contexts of decode rows may be cut in pieces.
         """
         self._batch = batch
+        self._is_whole = self._can_attend_whole and not cut
         sizes = (self._num_heads, self._cache.size(4), self._cache.size(3), self._cache.size(5))
         for kind in self._kinds:
-            if batch.decode is not None:
+            if batch.decode is not None and not self._is_whole:
                 kind.decode.plan(batch.decode, batch.in_graph, cut, *sizes)
             if batch.prompts is not None:
                 kind.prompts.plan(batch.prompts, batch.in_graph, True, *sizes)
 
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch = self._running
-        ops.kv_append(self._cache, key, value, batch.kv_slots, layer)
-        return self._attend(batch, layer, query)
+        ops.kv_append(self._cache, key, value, self._running.kv_slots, layer)
+        return self.attend(layer, query)
 
     def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch = self._running
         query = torch.empty(qkv.size(0), self._num_heads, self._cache.size(5), dtype=qkv.dtype, device=qkv.device)
-        ops.rotary_append(query, self._cache, qkv, cos, sin, batch.kv_slots, layer)
-        return self._attend(batch, layer, query)
+        ops.rotary_append(query, self._cache, qkv, cos, sin, self._running.kv_slots, layer)
+        return self.attend(layer, query)
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """query: [T, H, D] → [T, H, D], over what the cache holds."""
+        batch, out = self._running, torch.empty_like(query)
+        kind, cache = self._kind_of_layer[layer], self._layers[layer]
+        if batch.decode is not None:
+            rows = batch.decode.rows
+            if self._is_whole:
+                self._attend_whole(batch.decode, batch.kv_indices, layer, query[rows], out[rows])
+            else:
+                kind.decode.run(batch.decode, batch.kv_indices, query[rows], *cache, out[rows])
+        if batch.prompts is not None:
+            rows = batch.prompts.rows
+            kind.prompts.run(batch.prompts, batch.kv_indices, query[rows], *cache, out[rows])
+        return out
+
+    def _attend_whole(self, lane: Lane, kv_indices: Tensor, layer: int, query: Tensor, out: Tensor) -> None:
+        spec = self._specs[layer]
+        ops.decode_attention(
+            out,
+            query,
+            self._cache,
+            lane.kv_indptr,
+            kv_indices,
+            lane.last_block_len,
+            layer,
+            spec.scaling,
+            window=spec.window or 0,
+            softcap=spec.softcap or 0.0,
+        )
 
     @property
     def _running(self) -> AttentionBatch:
         assert self._batch is not None, "no step was begun"
         return self._batch
-
-    def _attend(self, batch: AttentionBatch, layer: int, query: Tensor) -> Tensor:
-        """query: [T, H, D] → [T, H, D], over what the cache holds."""
-        out = torch.empty_like(query)
-        kind, cache = self._kind_of_layer[layer], self._layers[layer]
-        for planned, lane in ((kind.decode, batch.decode), (kind.prompts, batch.prompts)):
-            if lane is not None:
-                planned.run(lane, batch.kv_indices, query[lane.rows], *cache, out[lane.rows])
-        return out
 
 
 def workspace_bytes(
