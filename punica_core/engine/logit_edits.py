@@ -31,40 +31,60 @@ def num_generated(row: RowPlan) -> int:
 
 
 class TokenHistory:
-    """The distinct tokens of one sequence, in order of appearance, and how often each was generated.
+    """The distinct tokens of one sequence and how often each was generated: those of the prompt first.
 
+    with_prompt: only the repetition penalty looks at the prompt; without it, its tokens have no entries.
     ids: int64 [n]; generated: float32 [n], 0 for tokens of the prompt alone. `extend` does work for new tokens only.
+    No loop goes over a prompt: between two steps there is no time for thousands of turns.
     """
 
-    def __init__(self) -> None:
-        self.num_seen = 0
-        self._index: dict[int, int] = {}
-        self._ids = np.zeros(64, dtype=np.int64)
-        self._generated = np.zeros(64, dtype=np.float32)
+    def __init__(self, token_ids: Sequence[int], num_prompt: int, *, with_prompt: bool = True) -> None:
+        prompt = set(token_ids[:num_prompt] if with_prompt else ())
+        self.num_seen = num_prompt
+        self._prompt = prompt
+        self._size = len(prompt)
+        self._places: dict[int, int] = {}  # of what was generated
+        self._ids = np.zeros(len(prompt) + 64, dtype=np.int64)
+        self._ids[: len(prompt)] = np.fromiter(prompt, np.int64, len(prompt))
+        self._generated = np.zeros(len(self._ids), dtype=np.float32)
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        return self._ids[: len(self._index)]
+        return self._ids[: self._size]
 
     @property
     def generated(self) -> npt.NDArray[np.float32]:
-        return self._generated[: len(self._index)]
+        return self._generated[: self._size]
 
-    def extend(self, token_ids: Sequence[int], length: int, num_prompt: int) -> None:
-        """Take in token_ids[num_seen:length], of which those from num_prompt on were generated."""
-        for position in range(self.num_seen, length):
-            index = self._entry(token_ids[position])
-            if position >= num_prompt:
-                self._generated[index] += 1
+    def extend(self, token_ids: Sequence[int], length: int) -> None:
+        """Take in token_ids[num_seen:length], which were generated."""
+        new = token_ids[self.num_seen : length]
+        if (
+            len(new) > 64 and not self._places
+        ):  # it was preempted: looking for each of them among the prompt's is slower
+            self._places = dict(zip(self.ids.tolist(), range(self._size), strict=True))
+        for token_id in new:
+            place = self._place(token_id)  # may move the arrays
+            self._generated[place] += 1
         self.num_seen = length
 
-    def _entry(self, token_id: int) -> int:
-        index = self._index.setdefault(token_id, len(self._index))
-        if index == len(self._ids):
+    def _place(self, token_id: int) -> int:
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._prompt_place(token_id) if token_id in self._prompt else self._append(token_id)
+            self._places[token_id] = place
+        return place
+
+    def _prompt_place(self, token_id: int) -> int:
+        return int((self._ids[: len(self._prompt)] == token_id).argmax())
+
+    def _append(self, token_id: int) -> int:
+        if self._size == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
-        self._ids[index] = token_id
-        return index
+        self._ids[self._size] = token_id
+        self._size += 1
+        return self._size - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +220,11 @@ class EditCollector:
 
     def _history(self, row: RowPlan) -> TokenHistory:
         sequence, length = row.sequence, row.start + row.count
-        owner, history = self._histories.get(sequence.request_id, (None, TokenHistory()))
-        if owner is not sequence or history.num_seen > length:
-            history = TokenHistory()
-        history.extend(sequence.token_ids, length, sequence.num_prompt)
+        owner, history = self._histories.get(sequence.request_id, (None, None))
+        if history is None or owner is not sequence or history.num_seen > length:
+            with_prompt = sequence.sampling.repetition_penalty != 1.0
+            history = TokenHistory(sequence.token_ids, sequence.num_prompt, with_prompt=with_prompt)
+        history.extend(sequence.token_ids, length)
         return history
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from punica_core.engine import logit_edits
-from punica_core.engine.logit_edits import EditCollector, apply_edits
+from punica_core.engine.logit_edits import EditCollector, TokenHistory, apply_edits
 from punica_core.engine.sampler import Sampler
 from punica_core.protocol import SamplingParams
 from punica_core.scheduler.plan import RowPlan
@@ -91,6 +93,32 @@ def test_penalties_over_many_steps_equal_those_from_scratch() -> None:
     assert collector.num_histories == 3
     edited(some_logits(1), [next_row(live[0])], collector)
     assert collector.num_histories == 1
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+@pytest.mark.parametrize("at_once", [False, True], ids=["token by token", "after a preemption"])
+def test_a_history_holds_every_token_once_with_its_count(with_prompt: bool, at_once: bool) -> None:
+    choose = random.Random(3)
+    prompt = [choose.randrange(500) for _ in range(300)]
+    tokens = prompt + [choose.randrange(900) for _ in range(700)]
+    history = TokenHistory(tokens, len(prompt), with_prompt=with_prompt)
+    for length in [len(tokens)] if at_once else range(len(prompt), len(tokens) + 1):
+        history.extend(tokens, length)
+    counts = Counter(tokens[len(prompt) :])
+    known = set(counts) | (set(prompt) if with_prompt else set())
+    assert sorted(history.ids.tolist()) == sorted(known)
+    assert dict(zip(history.ids.tolist(), history.generated.tolist(), strict=True)) == {t: counts[t] for t in known}
+
+
+def test_a_prompt_is_read_only_for_those_whose_penalty_looks_at_it() -> None:
+    rows = [
+        sampling_row(0, prompt=range(100), generated=[150], presence_penalty=1.0, frequency_penalty=1.0),
+        sampling_row(1, prompt=range(100), generated=[150], repetition_penalty=1.1),
+    ]
+    edits = EditCollector([]).collect(rows, VOCAB_SIZE)
+    assert edits is not None
+    assert edits.penalties is not None
+    assert Counter(edits.penalties.at.tolist()) == {0: 1, 1: 101}
 
 
 def test_bias_is_added_and_foreign_ids_are_ignored() -> None:
