@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "bindings.h"
 #include "punica/rotary_params.h"
@@ -70,9 +71,16 @@ punica::RotaryAppendParams make_params(Tensor const& query, Tensor const& cache,
   return params;
 }
 
-void rotary_append(Tensor query, Tensor cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, int64_t layer) {
+void rotary_append(Tensor query, Tensor cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, int64_t layer,
+                   std::optional<Tensor> soon) {
   torch::stable::accelerator::DeviceGuard const guard(cache.get_device_index());
-  auto const params = make_params(query, cache, qkv, cos, sin, kv_slots, layer);
+  auto params = make_params(query, cache, qkv, cos, sin, kv_slots, layer);
+  if (soon.has_value()) {
+    STD_TORCH_CHECK(soon->is_contiguous() && reinterpret_cast<uintptr_t>(soon->data_ptr()) % 16 == 0,
+                    "soon must be contiguous on 16 bytes");
+    params.soon = soon->data_ptr();
+    params.soon_bytes = soon->numel() * static_cast<int64_t>(soon->element_size()) / 16 * 16;
+  }
   auto const launch = cache.scalar_type() == ScalarType::BFloat16 ? punica::launch_rotary_append<__nv_bfloat16>
                                                                   : punica::launch_rotary_append<__half>;
   punica::check_cuda(launch(params, punica::launch_config(cache)), "rotary_append");

@@ -43,10 +43,10 @@ class StepAttention(Protocol):
 class RotaryAttention(StepAttention, Protocol):
     """One that also rotates queries and keys by their positions."""
 
-    def attend_rotary(self, layer: Any, qkv: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+    def attend_rotary(self, layer: Any, qkv: Tensor, cos: Tensor, sin: Tensor, width: int, soon: Tensor) -> Tensor:
         """qkv: [T, (H + 2K) D], the product of a fused projection; cos, sin: [T, E] → [T, H D], H D = `width`.
 
-        Rotates the first E elements of heads as `ops.rotary_append` does.
+        Rotates the first E elements of heads as `ops.rotary_append` does. soon: what is read next.
         """
 
 

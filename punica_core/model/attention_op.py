@@ -33,9 +33,9 @@ class LayerAttention(Protocol):
     def compute(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query: [T, H, D], contiguous; key, value: [T, K, D] → [T, H, D], contiguous. Stores keys and values first."""
 
-    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, soon: Tensor) -> Tensor:
         """`compute` of heads that are still to be rotated, as `ops.rotary_append` does it. qkv: [T, (H + 2K) D]; cos,
-        sin: [T, E]."""
+        sin: [T, E]. soon: what is read next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class GatheredAttention:
             out[at] = self._step.attend(layer, query[at], key[at], value[at], self._specs[layer])
         return out
 
-    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, soon: Tensor) -> Tensor:
         kv_heads, head_dim = self._cache.shape[4:]
         return self.compute(layer, *split_rotated(qkv, cos, sin, kv_heads, head_dim))
 
@@ -147,9 +147,9 @@ class OpAttention:
         out: Tensor = torch.ops.punica.paged_attention(query.contiguous(), key, value, layer, self.handle)
         return out
 
-    def attend_rotary(self, layer: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+    def attend_rotary(self, layer: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, width: int, soon: Tensor) -> Tensor:
         """See `RotaryAttention.attend_rotary`."""
-        out: Tensor = torch.ops.punica.rotary_attention(qkv, cos, sin, layer, width, self.handle)
+        out: Tensor = torch.ops.punica.rotary_attention(qkv, cos, sin, layer, width, soon, self.handle)
         return out
 
 
@@ -165,11 +165,15 @@ def _paged_attention(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, h
     return _attached[handle].inner.compute(int(layer), query, key, value)
 
 
-def _rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, handle: int) -> Tensor:
-    return _attached[handle].inner.compute_rotary(int(layer), qkv, cos, sin).flatten(1)
+def _rotary_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, soon: Tensor, handle: int
+) -> Tensor:
+    return _attached[handle].inner.compute_rotary(int(layer), qkv, cos, sin, soon).flatten(1)
 
 
-def _rotary_shape(qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, handle: int) -> Tensor:
+def _rotary_shape(
+    qkv: Tensor, cos: Tensor, sin: Tensor, layer: Tensor, width: int, soon: Tensor, handle: int
+) -> Tensor:
     return qkv.new_empty(qkv.size(0), width)
 
 
@@ -180,6 +184,8 @@ def _shape_only(query: Tensor, key: Tensor, value: Tensor, layer: Tensor, handle
 _LIBRARY.define("paged_attention(Tensor query, Tensor key, Tensor value, Tensor layer, int handle) -> Tensor")
 _LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("punica::paged_attention", _shape_only, lib=_LIBRARY)
-_LIBRARY.define("rotary_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor layer, int width, int handle) -> Tensor")
+_LIBRARY.define(
+    "rotary_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor layer, int width, Tensor soon, int handle) -> Tensor"
+)
 _LIBRARY.impl("rotary_attention", _rotary_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("punica::rotary_attention", _rotary_shape, lib=_LIBRARY)

@@ -115,7 +115,8 @@ def _rotary_class(original: type) -> type:
         cos, sin = position_embeddings
         product = self.q_proj.fused
         width = product.group.out_features[0]
-        out = paged.attend_rotary(layer_of(self, paged), product(hidden_states)[0], cos[0], sin[0], width)
+        qkv = product(hidden_states)[0]
+        out = paged.attend_rotary(layer_of(self, paged), qkv, cos[0], sin[0], width, self.o_proj.weight)
         return self.o_proj(out[None]), None
 
     return type(f"Rotary{original.__name__}", (original,), {"forward": forward, "rewritten": True})
@@ -132,7 +133,7 @@ class _Tap:
         self.seen = (query, key, value)
         return _numbers(query, seed=1)
 
-    def attend_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+    def attend_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, width: int, soon: Tensor) -> Tensor:
         return self.attend(layer, *split_rotated(qkv, cos, sin, *self._kv_shape), None).flatten(1)
 
 

@@ -64,7 +64,8 @@ class FlashInferAttention:
 
     specs: of each layer; layers that differ in window or soft cap get plans of their own. num_heads: H.
     max_seqs: B of the largest decode lane of a graph. max_prompt_rows, max_prompts: of its largest lane of prompts.
-    own_kernel: whole contexts are attended by it where it can.
+    own_kernel: whole contexts are attended by it where it can. prefetches: steps of few rows fetch what is read behind
+    attention while it runs.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class FlashInferAttention:
         max_prompt_rows: int = 0,
         max_prompts: int = 0,
         own_kernel: bool = True,
+        prefetches: bool = True,
     ) -> None:
         kinds = list(dict.fromkeys(specs))
         self._num_heads = num_heads
@@ -98,6 +100,7 @@ class FlashInferAttention:
         self._specs = tuple(specs)
         self._can_attend_whole = own_kernel and attends_whole(cache, num_heads)
         self._is_whole = False
+        self._prefetches = prefetches
         self._batch: AttentionBatch | None = None
 
     def set_cache(self, cache: Tensor) -> None:
@@ -134,9 +137,10 @@ class FlashInferAttention:
         ops.kv_append(self._cache, key, value, self._running.kv_slots, layer)
         return self.attend(layer, query)
 
-    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def compute_rotary(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, soon: Tensor) -> Tensor:
         query = torch.empty(qkv.size(0), self._num_heads, self._cache.size(5), dtype=qkv.dtype, device=qkv.device)
-        ops.rotary_append(query, self._cache, qkv, cos, sin, self._running.kv_slots, layer)
+        asked = soon if self._prefetches else None
+        ops.rotary_append(query, self._cache, qkv, cos, sin, self._running.kv_slots, layer, soon=asked)
         return self.attend(layer, query)
 
     def attend(self, layer: int, query: Tensor) -> Tensor:

@@ -129,7 +129,15 @@ def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer
 
 
 def rotary_append(
-    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+    query: Tensor,
+    cache: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    layer: int,
+    *,
+    soon: Tensor | None = None,
 ) -> None:
     """Rotate a step's queries and keys by their positions, and write keys and values into the paged cache.
 
@@ -145,8 +153,10 @@ def rotary_append(
         cos, sin: ``[T, E]``, rows contiguous, E even and at most D. All of the cache's dtype.
         kv_slots: int32 ``[T]``, block_id * P + offset, or negative for rows that are padding.
         layer: which L.
+        soon: contiguous; what is read behind attention, such as the weight of the next product. With few rows the
+            kernel asks for it to be brought into the L2 cache meanwhile (sm_90 and newer).
     """
-    torch.ops.punica.rotary_append(query, cache, qkv, cos, sin, kv_slots, layer)
+    torch.ops.punica.rotary_append(query, cache, qkv, cos, sin, kv_slots, layer, soon=soon)
 
 
 def decode_attention(
@@ -210,7 +220,7 @@ def _register() -> None:
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
         "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
-        "int layer) -> ()",
+        "int layer, *, Tensor? soon=None) -> ()",
         "decode_attention": "(Tensor(a!) out, Tensor query, Tensor cache, Tensor kv_indptr, Tensor kv_indices, "
         "Tensor last_block_len, int layer, float scaling, *, int window=0, float softcap=0.0) -> ()",
     }

@@ -151,7 +151,15 @@ def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer
 
 
 def rotary_append(
-    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+    query: Tensor,
+    cache: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    layer: int,
+    *,
+    soon: Tensor | None = None,
 ) -> None:
     check_rotary_append(query, cache, qkv, cos, sin, kv_slots, layer)
     heads = qkv.unflatten(1, (-1, cache.size(5)))
@@ -313,7 +321,15 @@ def check_kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor,
 
 
 def check_rotary_append(
-    query: Tensor, cache: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor, layer: int
+    query: Tensor,
+    cache: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    layer: int,
+    *,
+    soon: Tensor | None = None,
 ) -> None:
     torch._check(
         query.dim() == 3 and query.is_contiguous() and query.size(2) == cache.size(5),

@@ -33,7 +33,7 @@ class RotaryProbe(AttentionProbe):
         self.rotated: list[int] = []
 
     def attend_rotary(
-        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, soon: torch.Tensor
     ) -> torch.Tensor:
         self.rotated.append(layer)
         kv_shape = self._loaded.kv_shape

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from punica_core import ops
 from punica_core.ops import reference
 from punica_core.ops.build import source_directory
-from tests.ops.emulator.rotary import ROTARY_KERNELS, emulated_rotary_append
+from tests.ops.emulator.rotary import ROTARY_KERNELS, emulated_rotary_append, sum_of_prefetched_bytes
 from tests.support.emulation import compile_kernels
 from tests.support.numerics import assert_as_exact_as_torch
 
@@ -43,7 +43,9 @@ class Case:
         generator = torch.Generator().manual_seed(len(shape))
         rows, width = len(kv_slots), (self.heads + 2 * self.kv_heads) * head_dim
         self.qkv = torch.randn(rows, width + 8, generator=generator).to(device, dtype)[:, :width]
-        angles = torch.tensor(POSITIONS)[:rows, None] / 10000 ** (torch.arange(self.rotary_dim // 2) * 2 / head_dim)
+        angles = torch.tensor((POSITIONS * rows)[:rows])[:, None] / 10000 ** (
+            torch.arange(self.rotary_dim // 2) * 2 / head_dim
+        )
         angles = torch.cat((angles, angles), -1)
         both = torch.cat((1.25 * angles.cos(), 1.25 * angles.sin()), -1).to(device, dtype)
         self.cos, self.sin = both.chunk(2, -1)
@@ -127,6 +129,31 @@ def test_a_broken_kernel_is_noticed(nvcc: str, tmp_path: Path, text: str, broken
 
     with pytest.raises((AssertionError, RuntimeError)):
         run_and_check()
+
+
+@pytest.mark.parametrize("num_bytes", [16, 5 * (16 << 10), 64 * (16 << 10) + 48])
+def test_what_is_read_soon_is_asked_for_once(library: Path, num_bytes: int) -> None:
+    soon = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    case = Case("partial", torch.bfloat16)
+    before = sum_of_prefetched_bytes(library)
+    case.run(partial(emulated_rotary_append, library, soon=soon))
+    case.check()
+    assert sum_of_prefetched_bytes(library) - before == int(soon.sum())
+    many = Case("narrow", torch.bfloat16, kv_slots=tuple(range(17)))
+    many.run(partial(emulated_rotary_append, library, soon=soon))
+    assert sum_of_prefetched_bytes(library) - before == int(soon.sum())
+
+
+@pytest.mark.gpu
+def test_asking_for_what_is_read_soon_changes_nothing() -> None:
+    found = []
+    for soon in (None, torch.randn(4096, 4104, dtype=torch.bfloat16, device="cuda")):
+        case = Case("grouped 128", torch.bfloat16, "cuda")
+        case.run(partial(ops.rotary_append, soon=soon))
+        case.check()
+        found.append((case.query, case.cache.nan_to_num()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.gpu

@@ -45,6 +45,20 @@ __device__ inline T* target_of(RotaryAppendParams const& params, int row, int he
          static_cast<int64_t>(is_value ? kv_head - params.num_kv_heads : kv_head) * params.head_dim;
 }
 
+// Attention of a few short contexts leaves memory idle. Meanwhile what is read behind it can come nearer.
+constexpr int kSoonRows = 16;         // steps of more rows keep memory busy themselves
+constexpr int kSoonThreads = 4;       // of a block
+constexpr int kSoonBytes = 16 << 10;  // of a request
+
+__device__ inline void prefetch_share(RotaryAppendParams const& params, int share, int shares) {
+  if (threadIdx.x >= kSoonThreads) return;
+  auto const* const soon = static_cast<char const*>(params.soon);
+  int64_t const stride = static_cast<int64_t>(shares) * kSoonThreads * kSoonBytes;
+  for (int64_t at = (static_cast<int64_t>(share) * kSoonThreads + threadIdx.x) * kSoonBytes; at < params.soon_bytes;
+       at += stride)
+    prefetch(soon + at, static_cast<int>(min(static_cast<int64_t>(kSoonBytes), params.soon_bytes - at)));
+}
+
 // Several blocks share a row, so that few rows are spread over many multiprocessors; each thread has one item of a head.
 template <typename T>
 __global__ void __launch_bounds__(kRotaryThreads)
@@ -55,6 +69,10 @@ __global__ void __launch_bounds__(kRotaryThreads)
   int const items = (params.num_heads + 2 * params.num_kv_heads) * items_per_head;
   int const blocks_per_row = (items + kRotaryThreads - 1) / kRotaryThreads;
   int const row = blockIdx.x / blocks_per_row;
+  if (row >= params.num_rows) {
+    int const first = params.num_rows * blocks_per_row;
+    return prefetch_share(params, static_cast<int>(blockIdx.x) - first, static_cast<int>(gridDim.x) - first);
+  }
   int const item = blockIdx.x % blocks_per_row * kRotaryThreads + threadIdx.x;
   if (item >= items) return;
   int const head = item / items_per_head;
@@ -91,7 +109,9 @@ cudaError_t launch_rotary_append(RotaryAppendParams const& params, LaunchConfig 
   if (params.num_rows == 0) return cudaSuccess;
   int const items = (params.num_heads + 2 * params.num_kv_heads) * (params.head_dim / kRotaryItem);
   int const blocks_per_row = (items + kRotaryThreads - 1) / kRotaryThreads;
-  return launch(rotary_append_kernel<T>, params.num_rows * blocks_per_row, kRotaryThreads, params, config);
+  int const prefetching = params.soon != nullptr && params.num_rows <= kSoonRows ? config.num_sms : 0;
+  int const grid = params.num_rows * blocks_per_row + prefetching;
+  return launch(rotary_append_kernel<T>, grid, kRotaryThreads, params, config);
 }
 
 }  // namespace punica

@@ -12,7 +12,9 @@ struct RotaryAppendParams {
   void* query;              // [T, H, D], contiguous
   void* keys;               // the layer's keys in block 0: [blocks, P, K, D], strided between blocks
   void* values;             // likewise
+  void const* soon;         // what the kernels behind this one read next, or null
   int32_t const* kv_slots;  // [T]: block_id * P + offset, or negative: keys and values are not written
+  int64_t soon_bytes;
   int64_t qkv_stride;
   int64_t cos_stride;
   int64_t sin_stride;

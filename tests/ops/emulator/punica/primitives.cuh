@@ -59,6 +59,7 @@ struct Block {
 inline Block* block = nullptr;
 inline bool waited = true;  // whether every thread has waited for the kernel before; reset by launch
 inline int threads_waited = 0;
+inline int64_t prefetched = 0;  // sum of the bytes that were asked for
 
 inline void yield() {
   int const self = threadIdx.x;
@@ -216,6 +217,11 @@ inline uint32_t transposed_8x8(uint32_t pair) {
 
 inline void wait_for_previous() { ++emulator::threads_waited; }
 inline void start_next() {}
+
+inline void prefetch(void const* pointer, int bytes) {
+  auto const* const bytes_asked = static_cast<unsigned char const*>(pointer);
+  for (int i = 0; i < bytes; ++i) emulator::prefetched += bytes_asked[i];
+}
 
 inline int4 load_metadata(int4 const* pointer) { return *pointer; }
 
