@@ -1,4 +1,4 @@
-"""What deciding costs: time of `schedule` and `update` in steps that execute nothing.
+"""What deciding costs: time of `schedule`, `measured` and `update` in steps that execute nothing.
 
     python -m punica_core.bench.scheduler
 
@@ -16,6 +16,7 @@ from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.protocol import AdapterRef, FileSignature, NewSequence, SamplingParams
 from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import AdapterGrant, SampledToken, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 
@@ -24,6 +25,8 @@ NUM_COLD_ADAPTERS = 8
 PROMPT_TOKENS = 512
 STEPS = 200
 MAX_MODEL_LEN = 2048
+SIZES = StepSizes(prompt_rows=(64, 128, 192, 256, 384, 512, 768, 1024), max_prompts=16)
+"""Of steps with prompts that a GPU runner captures."""
 
 
 class WarmAndCold:
@@ -42,20 +45,22 @@ class WarmAndCold:
         """Nothing to undo."""
 
 
-def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0) -> float:
+def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0, num_joining: int = 0) -> float:
     """Median seconds of a step that decodes `num_running` sequences.
 
     num_waiting: sequences for which there is no seat. num_cold: sequences that have seats but whose adapters load.
+    num_joining: sequences that have seats, and whose prompts of 16 tokens join every step, paced as on a GPU.
     """
     warm, cold = _refs("warm", NUM_ADAPTERS), _refs("cold", NUM_COLD_ADAPTERS)
     limits = SchedulerLimits(
-        max_num_seqs=num_running + num_cold,
+        max_num_seqs=num_running + num_cold + num_joining,
         max_num_batched_tokens=8192,
         max_model_len=MAX_MODEL_LEN,
         max_scored_tokens=1024,
     )
-    pool = BlockPool(num_running * MAX_MODEL_LEN // limits.block_size)
-    scheduler = Scheduler(limits, pool, PrefixCache(pool), WarmAndCold(warm))
+    pool = BlockPool((num_running + 2 * num_joining) * MAX_MODEL_LEN // limits.block_size)
+    pacer = Pacer(0.025, limits.max_num_batched_tokens, SIZES) if num_joining else None
+    scheduler = Scheduler(limits, pool, PrefixCache(pool), WarmAndCold(warm), pacer)
     for request_id in range(num_running + num_waiting):
         scheduler.add(_request(request_id, warm[request_id % NUM_ADAPTERS]), now=0.0)
     for request_id in range(num_cold):
@@ -65,6 +70,8 @@ def step_seconds(num_running: int, *, num_waiting: int = 0, num_cold: int = 0) -
         in_flight, _seconds = _step(scheduler, in_flight, now=0.0)
     times = []
     for step in range(STEPS):
+        for i in range(num_joining):
+            scheduler.add(_joining(10_000 + step * num_joining + i, warm[i % NUM_ADAPTERS]), now=0.001 * step)
         in_flight, seconds = _step(scheduler, in_flight, now=0.001 * step)
         times.append(seconds)
     return statistics.median(times)
@@ -77,6 +84,7 @@ def _step(scheduler: Scheduler, in_flight: StepPlan, now: float) -> tuple[StepPl
     decided = time.thread_time() - start
     result = StepResult(sampled={row.sequence.request_id: SampledToken(5) for row in in_flight.rows if row.samples})
     start = time.thread_time()
+    scheduler.measured(in_flight, 0.006 + 20e-6 * in_flight.work.prompt_rows)
     scheduler.update(in_flight, result, now)
     return plan, decided + time.thread_time() - start
 
@@ -90,6 +98,12 @@ def _request(request_id: int, adapter: AdapterRef) -> NewSequence:
     )
 
 
+def _joining(request_id: int, adapter: AdapterRef) -> NewSequence:
+    """One that is gone after its first token."""
+    prompt = [(31 * request_id + position) % 997 for position in range(16)]
+    return NewSequence(request_id=request_id, prompt_ids=prompt, sampling=SamplingParams(max_tokens=1), adapter=adapter)
+
+
 def _refs(name: str, count: int) -> list[AdapterRef]:
     signature = FileSignature(1, 1, 1, 1)
     return [
@@ -100,11 +114,11 @@ def _refs(name: str, count: int) -> list[AdapterRef]:
 
 def main() -> None:
     """Print one line a case."""
-    cases = [(64, 0, 0), (64, 1000, 0), (64, 0, 1000), (128, 0, 0), (256, 0, 0)]
-    print("running  no seat  cold   ms a step")
-    for num_running, num_waiting, num_cold in cases:
-        seconds = step_seconds(num_running, num_waiting=num_waiting, num_cold=num_cold)
-        print(f"{num_running:7}  {num_waiting:7}  {num_cold:4}   {1e3 * seconds:.2f}")
+    cases = [(64, 0, 0, 0), (64, 1000, 0, 0), (64, 0, 1000, 0), (64, 0, 0, 8), (128, 0, 0, 0), (256, 0, 0, 0)]
+    print("running  no seat  cold  joining   ms a step")
+    for num_running, num_waiting, num_cold, num_joining in cases:
+        seconds = step_seconds(num_running, num_waiting=num_waiting, num_cold=num_cold, num_joining=num_joining)
+        print(f"{num_running:7}  {num_waiting:7}  {num_cold:4}  {num_joining:7}   {1e3 * seconds:.2f}")
 
 
 if __name__ == "__main__":

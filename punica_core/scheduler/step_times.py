@@ -67,13 +67,20 @@ class StepTimes:
 
     def at_most(self, work: StepWork) -> float:
         """The same and a standard deviation of that estimate: what is not known is not taken to be free."""
-        features = self._features(work)
-        variance = sum(value * _dot(row, features) for value, row in zip(features, self._covariance, strict=False))
-        return self.expected(work) + math.sqrt(max(variance, 0.0))
+        if not self._scale:
+            return math.inf
+        # Written out, for it is asked several times for each prompt that joins a step; the first feature is 1.
+        _one, x, y, z = self._features(work)
+        constant, by_x, by_y, by_z = self._mean
+        (c, cx, cy, cz), (_cx, xx, xy, xz), (_cy, _xy, yy, yz), (_cz, _xz, _yz, zz) = self._covariance
+        variance = (
+            c + x * (2 * cx + x * xx) + y * (2 * (cy + x * xy) + y * yy) + z * (2 * (cz + x * xz + y * yz) + z * zz)
+        )
+        return constant + x * by_x + y * by_y + z * by_z + math.sqrt(max(variance, 0.0))
 
     def _features(self, work: StepWork) -> Vector:
-        counts = (1, work.decode_rows, work.prompt_rows, work.attended)
-        return [count / unit for count, unit in zip(counts, self._units, strict=True)]
+        _one, decode, prompt, attended = self._units
+        return [1.0, work.decode_rows / decode, work.prompt_rows / prompt, work.attended / attended]
 
 
 def _dot(left: Vector, right: Vector) -> float:

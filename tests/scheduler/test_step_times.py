@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from punica_core.scheduler import step_times
@@ -58,6 +59,14 @@ def test_times_are_learned_with_some_caution(work: StepWork, noise: float) -> No
     times = learned(500, noise=noise)
     assert 0.9 <= times.expected(work) / seconds_of(work) < 1.1
     assert 1.0 <= times.at_most(work) / seconds_of(work) < 1.4
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_caution_is_the_standard_deviation_of_the_estimate(work: StepWork) -> None:
+    times = learned(40, noise=0.2)
+    features, covariance = np.array(times._features(work)), np.array(times._covariance)
+    assert np.allclose(covariance, covariance.T)
+    assert times.at_most(work) == pytest.approx(times.expected(work) + float(features @ covariance @ features) ** 0.5)
 
 
 @pytest.mark.parametrize("work", WORKS)
