@@ -1,7 +1,14 @@
-"""What the server says on a terminal: progress of the start, and how to talk to it."""
+"""What the server says on a terminal: progress of the start, and how to talk to it.
+
+A disk that is full or a reader that has gone ends no server: what cannot be written is lost. (So it is with the log, by
+Python's own rule.)
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import shlex
 import sys
 import threading
@@ -13,6 +20,8 @@ from typing import Self, TextIO
 import msgspec
 
 from punica_core.protocol import Progress
+
+log = logging.getLogger(__name__)
 
 CLEAR_LINE = "\r\x1b[K"
 _MAX_EXAMPLES = 8
@@ -71,8 +80,19 @@ class Spinner:
 
     def _print(self, text: str, passing: bool = False) -> None:
         """passing: leave the cursor at the start, so that a log line, also of the worker, is written over the text."""
-        self._stream.write((CLEAR_LINE if self._terminal else "") + text + ("\r" if passing else "\n"))
-        self._stream.flush()
+        with contextlib.suppress(OSError):
+            self._stream.write((CLEAR_LINE if self._terminal else "") + text + ("\r" if passing else "\n"))
+            self._stream.flush()
+
+
+def say(text: str) -> None:
+    """Print it to stdout, if that can be written to."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("What was to be printed is lost: %s.", error.strerror)
+        with open(os.devnull, "w") as nowhere:  # or the rest of it fails again at the process's end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def ready_text(names: Sequence[str], host: str, port: int, *, needs_key: bool = False) -> str:

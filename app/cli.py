@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from app import adapters_command, demo, keys_command, settings
-from app.banner import Spinner, ready_text
+from app.banner import Spinner, ready_text, say
 from app.service import Service, version
 from app.settings import Settings
 from punica_core.client import EngineClient, WorkerClient
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            print(self._ready, flush=True)
+            say(self._ready)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain = asyncio.create_task(self._service.finish_drain())

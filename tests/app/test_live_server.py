@@ -280,3 +280,33 @@ async def test_an_answer_of_a_million_logprobs_is_never_all_in_memory(
                     most = max(most, resident_bytes(server.process.pid) - before)
     assert size > 35e6
     assert most < 30e6
+
+
+@pytest.mark.parametrize("sink", ["full", "closed"])
+async def test_a_server_whose_output_cannot_be_written_goes_on(model_dir: Path, sink: str) -> None:
+    """A full disk, or `punica serve 2>&1 | head -1`."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), "0", "--port", str(port))
+    if sink == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, out = os.pipe()
+        os.close(reader)
+    with subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+        os.close(out)
+        server = Process(process, f"http://127.0.0.1:{port}")
+        try:
+            async with asyncio.timeout(30), server.openai(max_retries=100) as client:
+                crash = client.with_options(max_retries=0).completions.create(model=BASE, prompt="X", max_tokens=5)
+                while (await client.completions.create(model=BASE, prompt="a", max_tokens=3)).choices[0].text != "aaa":
+                    pass
+                with pytest.raises(APIError, match="killed by signal 9"):
+                    await crash
+                answer = await client.completions.create(model=BASE, prompt="a", max_tokens=3)
+            assert answer.choices[0].text == "aaa"
+            process.send_signal(signal.SIGTERM)
+            assert await server.exit_code() == 0
+        finally:
+            process.kill()
