@@ -35,7 +35,8 @@ PRELOAD_AT_ONCE: Final = 8
 class EngineChoice:
     """What engine to measure. num_adapters: made in memory, of these lora_ranks in turn; 0: LoRA is off.
 
-    kv_tokens 0: sized from free memory on a GPU, enough for all sequences on a CPU.
+    kv_tokens 0: sized from free memory on a GPU, enough for all sequences on a CPU. target_step_ms: see `EngineConfig`;
+    0 where prompts are only there to be decoded behind.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineChoice:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
+    target_step_ms: float = 0.0
     kv_tokens: int = 0
     seed: int = 0
 
@@ -239,6 +241,7 @@ def engine_config(choice: EngineChoice, folder: Path, adapters: SyntheticAdapter
         max_model_len=choice.max_model_len,
         max_num_seqs=choice.max_num_seqs,
         max_num_batched_tokens=choice.max_num_batched_tokens,
+        target_step_ms=choice.target_step_ms,
         adapter_host_bytes=nbytes,
         adapter_gpu_bytes=nbytes if choice.is_on_gpu else 0,
         adapter_load_timeout=600.0,

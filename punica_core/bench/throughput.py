@@ -33,6 +33,7 @@ from punica_core.bench.session import (
     open_session,
 )
 from punica_core.bench.workload import Workload, request_lengths
+from punica_core.config import EngineConfig
 from punica_core.errors import ConfigError, PunicaError
 from punica_core.protocol import NewSequence
 
@@ -185,6 +186,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--requests", type=int)
     found.add_argument("--lengths", help="see `punica bench serve`")
     found.add_argument("--max-num-seqs", type=int, help="most sequences that run at once")
+    found.add_argument(
+        "--target-step-ms",
+        type=float,
+        default=EngineConfig(model="").target_step_ms,
+        help="of steps with streams; 0 is off",
+    )
     found.add_argument("--systems", type=name_list, default=SYSTEMS, help=f"of {', '.join(SYSTEMS)}")
     found.add_argument("--sweep-adapters", type=int_list, default=(), help="such as 1,2,8,32,100,400")
     found.add_argument("--sweep-batches", type=int_list, default=(8, 32, 128))
@@ -242,6 +249,7 @@ def choice_of(options: argparse.Namespace, *, lora: bool) -> EngineChoice:
         lora_ranks=options.lora_ranks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(options.max_num_batched_tokens, max_num_seqs),
+        target_step_ms=options.target_step_ms,
         max_model_len=max(prompt + output for prompt, output in lengths),
         kv_tokens=options.kv_tokens,
         seed=0,
@@ -274,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, preset filled in."""
-    return {key: value for key, value in vars(options).items() if isinstance(value, str | int | tuple)}
+    return {key: value for key, value in vars(options).items() if isinstance(value, str | int | float | tuple)}
 
 
 def measure(options: argparse.Namespace, words: Sequence[str], report: dict[str, Any]) -> None:

@@ -11,9 +11,11 @@ import pytest
 from punica_core.bench import peft_batch, throughput
 from punica_core.bench.peft_batch import PeftBatch
 from punica_core.bench.peft_generate import generate_greedy
-from punica_core.bench.session import EngineChoice, Session
+from punica_core.bench.session import EngineChoice, Session, engine_config
 from punica_core.bench.shapes import model_folder
+from punica_core.bench.synthetic import SyntheticAdapters
 from punica_core.bench.workload import Workload, assign_models, request_lengths
+from punica_core.config import EngineConfig
 
 FLAGS = [
     *("--model", "tiny", "--device", "cpu", "--adapters", "4", "--lora-ranks", "4", "--requests", "9"),
@@ -25,6 +27,17 @@ def workload(session: Session, **changes: object) -> Workload:
     names = tuple(ref.name for ref in session.adapters.refs)
     choice = {"models": names, "requests": 7, "popularity": "distinct", "lengths": "uniform:5:12:3:7"} | changes
     return Workload(**choice, token_range=(3, session.layout.vocab_size))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flags", [[], ["--target-step-ms", "0"]])
+def test_steps_are_paced_as_by_a_server_unless_asked_not_to_be(flags: list[str], tmp_path: Path) -> None:
+    options = throughput.with_preset(throughput.parser().parse_args([*FLAGS, *flags]))
+    target_ms = 0.0 if flags else EngineConfig(model="m").target_step_ms
+    choice = throughput.choice_of(options, lora=True)
+    assert choice.target_step_ms == target_ms == throughput.settings_of(options)["target_step_ms"]
+    config = engine_config(choice, model_folder("tiny", tmp_path), SyntheticAdapters(0, (4,), seed=0))
+    assert config.target_step_ms == target_ms
+    assert EngineChoice(model="tiny").target_step_ms == 0, "where prompts are not what is measured"
 
 
 def test_a_system_generates_the_whole_workload(session: Session) -> None:
