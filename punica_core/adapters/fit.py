@@ -241,6 +241,14 @@ def _fit_biases(fit: AdapterFit, manifest: AdapterManifest) -> None:
             )
         for target, rows in places:
             fit.biases.setdefault(target, []).append(BiasShare(entry, rows))
+    kind = manifest.settings.bias
+    announced = {"all": shapes.biased, "lora_only": shapes.biased & fit.linears.keys()}.get(kind, frozenset())
+    lacking = sorted(announced - fit.biases.keys())
+    if lacking:
+        raise AdapterInvalid(
+            f"bias is {kind!r} in adapter_config.json, but the file has no bias of {samples(lacking)}. Save it with "
+            "its biases, or set bias to 'none' if the base model's own are meant."
+        )
 
 
 def _fit_token_rows(fit: AdapterFit, manifest: AdapterManifest) -> None:

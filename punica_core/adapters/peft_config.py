@@ -1,7 +1,7 @@
 """`adapter_config.json`: what of it decides the mathematics of an adapter, and refusal by name of what is not served.
 
-Unknown keys are ignored unless they switch something on (`use_…: true`): a key that this version does not know must
-not change what an adapter computes. Which modules are adapted is decided by the tensors, never by `target_modules`.
+Unknown keys are ignored unless they switch something on (`use_…`, `…_config`): a key that this version does not know
+must not change what an adapter computes. Which modules are adapted is decided by the tensors, not by `target_modules`.
 """
 
 from __future__ import annotations
@@ -134,23 +134,41 @@ _TRAINING_CONFIGS = ("eva_config", "corda_config", "loftq_config", "lora_ga_conf
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the base's weights (prefixes): A and B alone are then not the whole adapter."""
 
+_LEAVES_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""Those that do not."""
+
 
 def _check_options(config: Mapping[str, Any]) -> None:
     for key, advice in _UNSUPPORTED.items():
         if _is_set(config.get(key)):
             raise AdapterUnsupported(f"{key} is {shorten(repr(config[key]))}. {advice}")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+    _check_init(config.get("init_lora_weights"))
+    for key, value in config.items():
+        if key.startswith("use_") and key not in (*_SWITCHES, *_UNSUPPORTED) and value:
+            what = "true" if value is True else shorten(repr(value))
+            raise AdapterUnsupported(f"{shorten(key)} is {what}, an option this server does not know.")
+        if key.endswith("_config") and key not in (*_TRAINING_CONFIGS, *_UNSUPPORTED) and _is_set(value):
+            raise AdapterUnsupported(f"{shorten(key)} is set, an option this server does not know.")
+
+
+def _check_init(init: Any) -> None:
+    """What A and B were before the training means nothing afterwards, unless a part of the base went into them."""
+    key = "init_lora_weights"
+    if init is None or isinstance(init, bool):
+        return
+    if not isinstance(init, str):
+        raise _wrong(key, init, "true, false or the name of an initialisation")
+    if init.lower().startswith(_CHANGES_BASE):
         raise AdapterUnsupported(
-            f"init_lora_weights is {shorten(repr(init))}: such training also changes the base's weights. Save it with "
+            f"{key} is {shorten(repr(init))}: such training also changes the base's weights. Save it with "
             "path_initial_model_for_weight_conversion, which turns it into plain LoRA (all but LoftQ), or merge it "
             "into the base model it was trained on."
         )
-    for key, value in config.items():
-        if key.startswith("use_") and key not in (*_SWITCHES, *_UNSUPPORTED) and value is True:
-            raise AdapterUnsupported(f"{shorten(key)} is true, an option this server does not know.")
-        if key.endswith("_config") and key not in (*_TRAINING_CONFIGS, *_UNSUPPORTED) and _is_set(value):
-            raise AdapterUnsupported(f"{shorten(key)} is set, an option this server does not know.")
+    if init.lower() not in _LEAVES_BASE:
+        raise AdapterUnsupported(
+            f"{key} is {shorten(repr(init))}, an initialisation this server does not know. If it leaves the base's "
+            f"weights as they are, set {key} to true in {_CONFIG}."
+        )
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig, PeftType
 
 from punica_core.adapters.peft_config import LoraSettings, parse_config
-from punica_core.errors import AdapterUnsupported
+from punica_core.errors import AdapterInvalid, AdapterUnsupported
 
 SERVED = {
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora"),
@@ -83,6 +83,26 @@ def test_every_other_method_is_refused_by_name(kind: str) -> None:
 def test_an_initialisation_that_changes_the_base_is_refused_by_name(init: str) -> None:
     with pytest.raises(AdapterUnsupported, match=f"init_lora_weights is '{init}'.*path_initial_model"):
         parsed(init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", ["moon", "true", ""])
+def test_one_that_is_not_known_is_refused_by_name(init: str) -> None:
+    with pytest.raises(AdapterUnsupported, match=rf"init_lora_weights is '{init}', an init.*set init_lora_weights to"):
+        parsed(init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", [["pissa"], 1, {}])
+def test_one_that_is_none_is_refused(init: Any) -> None:
+    with pytest.raises(AdapterInvalid, match=r"init_lora_weights is .*; it must be true, false or the name"):
+        parsed(init_lora_weights=init)
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes", {"n": 2}, [1]])
+@pytest.mark.parametrize("key", ["use_moonlora", "moon_config"])
+def test_an_unknown_option_that_is_on_is_refused_however_it_is_spelled(key: str, value: Any) -> None:
+    with pytest.raises(AdapterUnsupported, match=rf"{key} is .*this server does not know"):
+        parsed(**{key: value})
+    assert parsed(**{key: None}) == parsed(**{key: False}) == parsed(**{key: {}}) == parsed()
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +112,24 @@ def test_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
     edit_tensors(folder, lambda found: found | {name: torch.ones(64)})
     with pytest.raises(AdapterMismatch, match="has no bias in the base model"):
         load_for(DrivenRunner(tiny_llama()).loaded, folder)
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("all", "k_proj.bias"), ("lora_only", "q_proj.base_layer.bias")])
+def test_biases_that_are_announced_and_not_there_are_missed(tmp_path: Path, kind: str, lost: str) -> None:
+    base = BASES["qwen2, untied"]
+    loaded = DrivenRunner(base()).loaded
+    folder = save_peft_adapter(tmp_path / "adapter", base(), bias=kind, target_modules=Q)
+    assert load_for(loaded, folder).modules
+    name = f"model.layers.1.self_attn.{lost}"
+    edit_tensors(folder, lambda found: {n: t for n, t in found.items() if not n.endswith(name)})
+    path = name.removesuffix(".bias").removesuffix(".base_layer")
+    with pytest.raises(AdapterInvalid, match=rf"bias is '{kind}'.*no bias of '{re.escape(path)}'.*set bias to 'none'"):
+        load_for(loaded, folder)
+    edit_tensors(folder, lambda found: {n: t for n, t in found.items() if "bias" not in n})
+    with pytest.raises(AdapterInvalid, match="no bias of 'model"):
+        load_for(loaded, folder)
+    edit_config(folder, bias="none")
+    assert load_for(loaded, folder).modules
 
 
 def test_the_bias_of_a_norm_is_refused(tmp_path: Path) -> None:
