@@ -57,7 +57,7 @@ void decode_attention(Tensor out, Tensor query, Tensor cache, Tensor kv_indptr, 
   params.kv_indices = static_cast<int32_t const*>(kv_indices.data_ptr());
   params.last_block_len = static_cast<int32_t const*>(last_block_len.data_ptr());
   params.block_stride = cache.stride(0);
-  params.token_stride = cache.stride(3);
+  params.token_stride = to_int(cache.stride(3));
   params.num_seqs = to_int(query.size(0));
   params.num_heads = to_int(query.size(1));
   params.num_kv_heads = to_int(cache.size(4));

@@ -3,8 +3,9 @@
 //
 // Tokens are the rows of the tensor core's tile and the G query heads of a KV head its eight columns: S^T = K q^T, and
 // O^T = V^T P. A lane loads 16 consecutive bytes of a key or value row, and that is its operand: the sum over the head dim may
-// run in any order, and so may the rows of O^T. Keys and values pass through no shared memory. Each warp takes every
-// fourth (or eighth) block of 16 tokens, and asks for its next keys and values as soon as the registers are free.
+// run in any order, and so may the rows of O^T. Keys and values pass through no shared memory. The warps take blocks of 16
+// tokens in turn, and each asks for its next keys and values as soon as the registers are free. They are kept to 128
+// registers a thread, so that a multiprocessor has room for 16 warps, each with up to 8 KB on the way.
 #pragma once
 
 #include <cmath>
@@ -58,9 +59,9 @@ __device__ inline KvRange load_range(DecodeAttentionParams const& params, int se
 }
 
 template <typename T, int kHeadDim>
-__device__ inline void load_keys(KvTile<kHeadDim>& tile, T const* rows, int64_t token_stride) {
+__device__ inline void load_keys(KvTile<kHeadDim>& tile, T const* rows, int token_stride) {
   int const lane = threadIdx.x % 32;
-  T const* const own = rows + lane / 4 * token_stride + lane % 4 * 8;
+  T const* const own = rows + (lane / 4 * token_stride + lane % 4 * 8);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 32; ++i)
 #pragma unroll
@@ -70,15 +71,18 @@ __device__ inline void load_keys(KvTile<kHeadDim>& tile, T const* rows, int64_t 
 
 // valid: tokens that exist. What lies behind them may be anything, and nothing times anything need not be nothing.
 template <typename T, int kHeadDim>
-__device__ inline void load_values(KvTile<kHeadDim>& tile, T const* rows, int64_t token_stride, int valid) {
+__device__ inline void load_values(KvTile<kHeadDim>& tile, T const* rows, int token_stride, int valid) {
   int const lane = threadIdx.x % 32;
+  int const first = lane % 4 * 2;
+  T const* const own = rows + (first * token_stride + lane / 4 * 8);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    int const token = lane % 4 * 2 + j % 2 + j / 2 * 8;
-    T const* const own = rows + token * token_stride + lane / 4 * 8;
+    int const behind = j % 2 + j / 2 * 8;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 64; ++i)
-      tile.values[i][j] = token < valid ? from_raw(load16<Source::kActivation>(own + 64 * i)) : zero8();
+      tile.values[i][j] = first + behind < valid
+                              ? from_raw(load16<Source::kActivation>(own + (behind * token_stride + 64 * i)))
+                              : zero8();
   }
 }
 
@@ -87,14 +91,34 @@ __device__ inline float capped(float score, DecodeAttentionParams const& params)
   return score * kLog2E;
 }
 
+// The query heads of a KV head, zero where there are fewer than eight. The pitch keeps rows that are read at once in other banks.
+template <int kHeadDim>
+struct DecodeQuery {
+  static constexpr int kPitch = kHeadDim / 8 + 4;
+  uint4 rows[kDecodeHeads][kPitch];  // of eight elements each
+};
+
+template <typename T, int kHeadDim, int kThreads>
+__device__ inline void load_query(DecodeQuery<kHeadDim>& query, T const* heads, int group) {
+  constexpr int kVectors = kHeadDim / 8;
+  for (int i = threadIdx.x; i < kDecodeHeads * kVectors; i += kThreads) {
+    int const head = i / kVectors;
+    query.rows[head][i % kVectors] = head < group ? load16<Source::kActivation>(heads + i * 8) : to_raw(zero8());
+  }
+}
+
 // Scores [16 x 8] of a tile, times log2 e; -inf for what the query does not see.
 template <typename T, int kHeadDim>
-__device__ inline void score(float (&scores)[4], KvTile<kHeadDim> const& tile, Vec8 const (&query)[kHeadDim / 32],
+__device__ inline void score(float (&scores)[4], KvTile<kHeadDim> const& tile, DecodeQuery<kHeadDim> const& query,
                              KvRange const& range, int first_token, DecodeAttentionParams const& params) {
   scores[0] = scores[1] = scores[2] = scores[3] = 0.0f;
+  int const lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) mma_16x8x32<T>(scores, tile.keys[i][0], tile.keys[i][1], query[i]);
-  int const token = first_token + static_cast<int>(threadIdx.x % 32) / 4;
+  for (int i = 0; i < kHeadDim / 32; ++i) {
+    Vec8 const heads = from_raw(query.rows[lane / 4][4 * i + lane % 4]);
+    mma_16x8x32<T>(scores, tile.keys[i][0], tile.keys[i][1], heads);
+  }
+  int const token = first_token + lane / 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     scores[i] = range.sees(token + i / 2 * 8) ? capped(scores[i] * params.scaling, params) : -INFINITY;
@@ -142,19 +166,13 @@ __device__ inline void add_values(KvSums<kHeadDim>& sums, KvTile<kHeadDim> const
   }
 }
 
-// The block ids of a warp's blocks, 32 at a time, one in each lane.
+// The ids of a warp's blocks, 32 at a time, one in each lane. first: its first entry of kv_indices.
 template <int kWarps>
-struct BlockIds {
-  int const* first;  // of this warp
-  int count;
-  int held;
-
-  __device__ int get(int index) {
-    int const lane = threadIdx.x % 32;
-    if (index % 32 == 0) held = index + lane < count ? __ldcg(first + (index + lane) * kWarps) : 0;
-    return shuffle(held, index % 32);
-  }
-};
+__device__ inline int block_id(DecodeAttentionParams const& params, int first, int index, int count, int& held) {
+  int const lane = threadIdx.x % 32;
+  if (index % 32 == 0) held = index + lane < count ? __ldcg(params.kv_indices + first + (index + lane) * kWarps) : 0;
+  return shuffle(held, index % 32);
+}
 
 template <int kHeadDim, int kWarps>
 struct DecodeShared {
@@ -162,6 +180,7 @@ struct DecodeShared {
   float out[kWarps][kDecodeHeads][kPitch];
   float largest[kWarps][kDecodeHeads];
   float total[kWarps][kDecodeHeads];
+  DecodeQuery<kHeadDim> query;
 };
 
 template <int kHeadDim, int kWarps>
@@ -208,8 +227,10 @@ __device__ inline void store_merged(DecodeShared<kHeadDim, kWarps> const& shared
   }
 }
 
+constexpr int kDecodeWarps = 16;  // that a multiprocessor has room for
+
 template <typename T, int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 3 : 1)
+__global__ void __launch_bounds__(32 * kWarps, kDecodeWarps / kWarps)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params) {
   start_next();
   __shared__ DecodeShared<kHeadDim, kWarps> shared;
@@ -220,65 +241,67 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 3 : 1)
   KvRange const range = load_range(params, seq);
   int const first_block = range.first_block() + warp;
   int const own_blocks = (range.num_blocks() - first_block + kWarps - 1) / kWarps;  // may be negative
-  BlockIds<kWarps> ids{params.kv_indices + range.first_entry + first_block, own_blocks, 0};
-  T const* const keys = static_cast<T const*>(params.keys) + kv_head * kHeadDim;
-  T const* const values = static_cast<T const*>(params.values) + kv_head * kHeadDim;
+  int held_ids = 0;
+  auto const id_of = [&](int index) {
+    return block_id<kWarps>(params, range.first_entry + first_block, index, own_blocks, held_ids);
+  };
   KvTile<kHeadDim> tile;
-  auto const offset_of = [&](int id) { return static_cast<int64_t>(id) * params.block_stride; };
+  auto const rows_of = [&](void const* halves, int id) {
+    return static_cast<T const*>(halves) + (id * params.block_stride + kv_head * kHeadDim);
+  };
   auto const token_of = [&](int index) { return (first_block + index * kWarps) * kDecodeBlock; };
 
   // The kernel before writes the newest token, which lies in the last block. All others were there before this step.
-  int id = own_blocks > 0 ? ids.get(0) : 0;
+  int id = own_blocks > 0 ? id_of(0) : 0;
   bool const is_written = first_block >= range.num_blocks() - 1;
   if (own_blocks > 0 && !is_written) {
-    load_keys(tile, keys + offset_of(id), params.token_stride);
-    load_values(tile, values + offset_of(id), params.token_stride, kDecodeBlock);
+    load_keys(tile, rows_of(params.keys, id), params.token_stride);
+    load_values(tile, rows_of(params.values, id), params.token_stride, kDecodeBlock);
   }
   wait_for_previous();
   if (own_blocks > 0 && is_written) {
-    load_keys(tile, keys + offset_of(id), params.token_stride);
-    load_values(tile, values + offset_of(id), params.token_stride, range.num_tokens - token_of(0));
+    load_keys(tile, rows_of(params.keys, id), params.token_stride);
+    load_values(tile, rows_of(params.values, id), params.token_stride, range.num_tokens - token_of(0));
   }
   int64_t const first_row = (static_cast<int64_t>(seq) * params.num_heads + kv_head * group) * kHeadDim;
-  int const lane = threadIdx.x % 32;
-  Vec8 query[kHeadDim / 32];
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) {
-    T const* const row = static_cast<T const*>(params.query) + first_row + lane / 4 * kHeadDim + 32 * i + lane % 4 * 8;
-    query[i] = lane / 4 < group ? from_raw(load16<Source::kActivation>(row)) : zero8();
-  }
+  load_query<T, kHeadDim, 32 * kWarps>(shared.query, static_cast<T const*>(params.query) + first_row, group);
+  __syncthreads();
 
   KvSums<kHeadDim> sums;
   sums.clear();
+#pragma unroll 1
   for (int index = 0; index < own_blocks; ++index) {
     float scores[4];
-    score<T>(scores, tile, query, range, token_of(index), params);
+    score<T>(scores, tile, shared.query, range, token_of(index), params);
     bool const has_next = index + 1 < own_blocks;
     if (has_next) {
-      id = ids.get(index + 1);
-      load_keys(tile, keys + offset_of(id), params.token_stride);
+      id = id_of(index + 1);
+      load_keys(tile, rows_of(params.keys, id), params.token_stride);
     }
     weigh(scores, sums);
     add_values<T>(sums, tile, scores);
     if (has_next)
-      load_values(tile, values + offset_of(id), params.token_stride, range.num_tokens - token_of(index + 1));
+      load_values(tile, rows_of(params.values, id), params.token_stride, range.num_tokens - token_of(index + 1));
   }
   leave(shared, sums);
   __syncthreads();
   store_merged(shared, static_cast<T*>(params.out) + first_row, group);
 }
 
+template <typename T, int kWarps>
+cudaError_t launch_decode_attention_with(DecodeAttentionParams const& params, LaunchConfig const& config) {
+  auto const kernel = params.head_dim == 128 ? decode_attention_kernel<T, 128, kWarps> : decode_attention_kernel<T, 64, kWarps>;
+  return launch(kernel, params.num_seqs * params.num_kv_heads, 32 * kWarps, params, config);
+}
+
+// As many warps a block as let all blocks run at once: the fewer blocks, the fewer tokens a warp takes one after another.
 template <typename T>
 cudaError_t launch_decode_attention(DecodeAttentionParams const& params, LaunchConfig const& config) {
   int const grid = params.num_seqs * params.num_kv_heads;
   if (grid == 0) return cudaSuccess;
-  bool const is_wide = params.head_dim == 128;
-  // Few blocks: each gets more warps, so that each warp has fewer tokens one after another.
-  if (grid <= config.num_sms) {
-    return launch(is_wide ? decode_attention_kernel<T, 128, 8> : decode_attention_kernel<T, 64, 8>, grid, 256, params,
-                  config);
-  }
-  return launch(is_wide ? decode_attention_kernel<T, 128, 4> : decode_attention_kernel<T, 64, 4>, grid, 128, params, config);
+  if (grid <= config.num_sms * kDecodeWarps / 8) return launch_decode_attention_with<T, 8>(params, config);
+  if (grid <= config.num_sms * kDecodeWarps / 4) return launch_decode_attention_with<T, 4>(params, config);
+  return launch_decode_attention_with<T, 2>(params, config);
 }
 
 }  // namespace punica

@@ -17,7 +17,7 @@ struct DecodeAttentionParams {
   int32_t const* kv_indices;      // block ids
   int32_t const* last_block_len;  // [B]: tokens in the last block of each
   int64_t block_stride;
-  int64_t token_stride;
+  int token_stride;
   int num_seqs;
   int num_heads;     // H
   int num_kv_heads;  // K

@@ -10,13 +10,13 @@ from torch import Tensor
 
 DECODE_KERNELS = Path(__file__).with_name("decode.cpp")
 _POINTERS = ("query", "out", "keys", "values", "kv_indptr", "kv_indices", "last_block_len")
-_SIZES = ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "window")
+_SIZES = ("token_stride", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "window")
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in ("block_stride", "token_stride")),
+        ("block_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
