@@ -21,7 +21,8 @@ from punica_core.engine.forward import ModelForward
 from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.memory_plan import MemoryDemand, MemoryPlan, graph_bytes, plan_gpu_memory
 from punica_core.engine.runner import allocate_kv_cache, kv_bytes_per_block
-from punica_core.engine.step_batch import MIN_ROWS, BatchSizes, StepPacker
+from punica_core.engine.step_batch import StepPacker
+from punica_core.engine.step_limits import StepLimits
 from punica_core.errors import ConfigError
 from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
@@ -95,7 +96,7 @@ def build_gpu_parts(
         elsewhere=device_memory.bytes_elsewhere(device),
         weights=loaded.base_bytes,
         activations=activations + builder.mask_bytes,
-        workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.logits_bytes + builder.table_bytes,
+        workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.later_bytes,
         graphs=graph_bytes(sizes.num_graphs * (2 if config.lora else 1), loaded.kv_shape.num_layers),
         block_bytes=kv_bytes_per_block(loaded) + builder.gathered_block_bytes,
         max_model_len=loaded.max_model_len,
@@ -166,7 +167,8 @@ class _Builder:
         has_graphs = config.cuda_graphs and reason is None
         budget = config.max_num_batched_tokens
         self.sizes = GraphSizes.of(config.max_num_seqs, budget) if has_graphs else GraphSizes()
-        cache = allocate_kv_cache(loaded, 1)
+        self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
+        cache = allocate_kv_cache(loaded, 1)  # in the end it has one block more than the plan: it is measured with it
         if reason is None:
             largest = self.sizes.largest
             self._attention: FlashInferAttention | GatheredAttention = FlashInferAttention(
@@ -181,6 +183,11 @@ class _Builder:
             self._attention = GatheredAttention(cache, loaded.attention_specs)
         self._op = OpAttention(self._attention)
         self._sampler = DeviceSampler(loaded.vocab_size, loaded.eos_token_ids, noise.engine_seed(config.seed))
+
+    @property
+    def later_bytes(self) -> int:
+        """Of what is made only after the plan, besides cache, arena and graphs."""
+        return self.logits_bytes + self.table_bytes + self.step_bytes
 
     @property
     def logits_bytes(self) -> int:
@@ -203,6 +210,11 @@ class _Builder:
             return 0
         scores = self._config.max_num_batched_tokens * self._loaded.max_model_len
         return scores * (1 + int(self._loaded.dtype.itemsize))
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the buffers that describe a step."""
+        return self._limits.device_bytes(lora=self._config.lora)
 
     @property
     def table_bytes(self) -> int:
@@ -236,8 +248,8 @@ class _Builder:
             tier.arena,
             self.modules,
             tier.vocabulary,
-            max_rows=self._max_rows,
-            max_segments=self._max_seqs + 2,  # rows that pad those of decode steps and prompts are of the base
+            max_rows=self._limits.max_rows,
+            max_segments=self._limits.max_segments,
         )
         return self._runner(lora, vocabulary, padding_block=num_blocks)
 
@@ -259,31 +271,18 @@ class _Builder:
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self.modules, tables)
-        return TableLoRA(tables, arena, max_rows=self._max_rows, max_rank=self._config.max_lora_rank)
-
-    @property
-    def _max_rows(self) -> int:
-        """Of a step, padding included."""
-        return max(self._config.max_num_batched_tokens, self.sizes.largest.num_rows, MIN_ROWS)
+        return TableLoRA(tables, arena, max_rows=self._limits.max_rows, max_rank=self._limits.max_rank)
 
     def _runner(
         self, lora: TableLoRA | None, vocabulary: VocabularyStep | None = None, *, padding_block: int
     ) -> DeviceRunner:
-        loaded, config = self._loaded, self._config
-        captured, budget = self.sizes.largest, config.max_num_batched_tokens
-        max_seqs = max(self._max_seqs, captured.num_decode, MIN_ROWS)
-        largest = BatchSizes(
-            num_decode=max_seqs,
-            num_prompt_rows=max(budget, captured.num_prompt_rows),
-            num_prompts=max(self._max_seqs, captured.num_prompts),
-            num_prompt_logits=max(budget, captured.num_prompt_logits),
-        )
+        loaded, limits = self._loaded, self._limits
         packer = StepPacker(
             loaded.device,
             block_size=BLOCK_SIZE,
-            largest=largest,
-            max_blocks=max_seqs * -(-loaded.max_model_len // BLOCK_SIZE) + max_seqs,
+            largest=limits.largest,
+            max_blocks=limits.max_blocks,
             padding_block=padding_block,
         )
-        forward = ModelForward(loaded, self._op, lora, vocabulary, compiled=config.compile)
+        forward = ModelForward(loaded, self._op, lora, vocabulary, compiled=self._config.compile)
         return DeviceRunner(packer, self._attention, lora, forward, self._sampler, vocabulary)

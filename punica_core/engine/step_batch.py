@@ -150,6 +150,11 @@ def exact_sizes(decode: Rows[RowPlan], prompts: Rows[RowPlan]) -> BatchSizes:
     return BatchSizes(num_decode, num_prompt_rows, len(prompts), num_logits if prompts else 0)
 
 
+def packer_bytes(largest: BatchSizes, max_blocks: int) -> int:
+    """Device memory of a `StepPacker` with these limits."""
+    return 4 * (largest.num_decode + largest.num_prompts + _total(largest.tables()) + max_blocks)
+
+
 class StepPacker:
     """Packs steps for one device.
 
@@ -169,12 +174,11 @@ class StepPacker:
         self._block_size = block_size
         self._padding_block = padding_block
         max_seqs = largest.num_decode + largest.num_prompts
-        words = _total(largest.tables()) + max_blocks
-        self._words = torch.zeros(max_seqs + words, dtype=torch.int32, device=device)
+        self._words = torch.zeros(packer_bytes(largest, max_blocks) // 4, dtype=torch.int32, device=device)
         self.last_tokens = self._words[:max_seqs]
         """int32 [max_seqs]: what the step launched last has sampled; its owner writes it."""
         self._step_words = self._words[max_seqs:]
-        self._pinned = PinnedRing(4 * words, device)
+        self._pinned = PinnedRing(4 * len(self._step_words), device)
         self._blocks = BlockTables(max_seqs)
 
     def pack(

@@ -14,9 +14,14 @@ from punica_core.ops import plan as plan_builder
 from punica_core.ops.layout import HEADER_WORDS, Header
 from punica_core.ops.plan import Int32Array
 
-__all__ = ["Int32Array", "SegmentPlan"]
+__all__ = ["Int32Array", "SegmentPlan", "plan_bytes"]
 
 _NUM_STAGING = 4
+
+
+def plan_bytes(max_rows: int, max_rank: int, max_segments: int) -> int:
+    """Device memory of a `SegmentPlan` with these limits."""
+    return 4 * plan_builder.capacity(max_rows, max_segments, max_rank)
 
 
 class SegmentPlan:
@@ -39,7 +44,7 @@ class SegmentPlan:
         self.max_rank = max_rank
         self.max_segments = max_rows if max_segments is None else max_segments
         self.device = torch.device(device)
-        capacity = plan_builder.capacity(max_rows, self.max_segments, max_rank)
+        capacity = plan_bytes(max_rows, max_rank, self.max_segments) // 4
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(_NUM_STAGING)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from punica_core.config import BLOCK_SIZE, EngineConfig
 from punica_core.engine.device_memory import bytes_elsewhere, held_bytes, peak_bytes, total_bytes
 from punica_core.engine.gpu_build import logits_bytes
+from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.memory_plan import (
     ADAPTER_SHARE,
     MIN_ADAPTER_BYTES,
@@ -21,7 +24,13 @@ from punica_core.engine.memory_plan import (
     graph_bytes,
     plan_gpu_memory,
 )
+from punica_core.engine.step_batch import StepPacker
+from punica_core.engine.step_limits import StepLimits
 from punica_core.errors import ConfigError
+from punica_core.lora.arena_writer import ArenaWriter, device_bytes
+from punica_core.lora.segments import SegmentPlan
+from punica_core.lora.tables import AdapterTables, Arena
+from punica_core.ops.layout import row_pitch
 
 MIB, GIB = 2**20, 2**30
 
@@ -231,3 +240,79 @@ def test_logits_that_outlast_their_step_are_counted() -> None:
     scored = logits_bytes(256, 2048, vocab_size, 2) - logits_bytes(256, 1, vocab_size, 2)
     assert 255 * MIB < scored < 256 * MIB, "128 MiB in 16 bits, of two steps"
     assert logits_bytes(256, 2048, vocab_size, 2) == logits_bytes(256, 100_000, vocab_size, 2)
+
+
+class CountedBytes(TorchDispatchMode):
+    """Bytes of what is made on the meta device, which stands for a GPU: what is made elsewhere is the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "meta":
+            storage = made.untyped_storage()
+            if storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self.total += storage.nbytes()
+        return made
+
+
+def counted(make: Callable[[], object]) -> int:
+    with CountedBytes() as counter:
+        kept = make()
+    del kept
+    return counter.total
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 32},
+        {"max_num_seqs": 300, "max_num_batched_tokens": 8192, "max_lora_rank": 33},
+        {"max_num_seqs": 256, "max_num_batched_tokens": 1000, "cuda_graphs": False},
+    ],
+    ids=str,
+)
+def test_the_buffers_of_a_step_are_counted_to_the_byte(settings: dict[str, Any], lora: bool) -> None:
+    chosen = config(**settings)
+    seqs, budget = chosen.max_num_seqs, chosen.max_num_batched_tokens
+    captured = GraphSizes.of(seqs, budget) if chosen.cuda_graphs else GraphSizes()
+    limits = StepLimits.of(chosen, captured.largest, max_model_len=131_072)
+
+    def packer() -> object:
+        sizes = {"largest": limits.largest, "max_blocks": limits.max_blocks}
+        return StepPacker(META, block_size=BLOCK_SIZE, padding_block=0, **sizes)  # type: ignore[arg-type]
+
+    def plans() -> object:
+        rank = row_pitch(limits.max_rank)
+        rows = SegmentPlan(limits.max_rows, max_rank=rank, device=META)
+        return rows, SegmentPlan(limits.max_rows, max_rank=rank, device=META, max_segments=limits.max_segments)
+
+    made = counted(packer) + (counted(plans) if lora else 0)
+    assert limits.device_bytes(lora=lora) == made > 4 * limits.max_blocks
+
+
+def test_no_step_has_more_blocks_than_there_is_room_for() -> None:
+    limits = StepLimits.of(config(max_num_seqs=3), GraphSizes().largest, max_model_len=100)
+    assert limits.max_blocks == 3 * 7 + 3
+
+
+def test_the_adapters_tables_are_counted_to_the_byte() -> None:
+    def made() -> list[object]:
+        tables = AdapterTables(7, 5, device=META)
+        return [tables, ArenaWriter(Arena(1024, dtype=torch.float16, device=META), tables)]
+
+    assert counted(made) == device_bytes(7, 5) + 2 * 1024
+
+
+def test_the_counting_sees_what_is_made_on_the_device_alone() -> None:
+    assert counted(lambda: torch.zeros(100, device="meta")) == 400
+    assert counted(lambda: [torch.zeros(100), torch.zeros(100, device="meta").view(10, 10)[2:]]) == 400
