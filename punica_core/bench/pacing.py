@@ -51,13 +51,16 @@ StepTable = Sequence[tuple[int, float]]
 @dataclass(frozen=True, slots=True)
 class Case:
     """A load. lengths: (prompt, output) tokens of its requests. clients: how many of them are under way at once, each
-    followed by the next when it ends; 0: all arrive at once. step_ms: what steps take, by their rows."""
+    followed by the next when it ends; 0: all arrive at once. step_ms: what steps take, by their rows. noise: standard
+    deviation of the logarithm of what they take; stalls: share of steps that take 100 ms more."""
 
     what: str
     lengths: Sequence[tuple[int, int]]
     max_num_seqs: int
     clients: int = 0
     step_ms: StepTable = BASE
+    noise: float = 0.0
+    stalls: float = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -108,10 +111,12 @@ class Trace:
 class SimulatedGpu:
     """A host that launches steps and a GPU that executes them in order; seconds since the start."""
 
-    def __init__(self, sizes: StepSizes, step_ms: StepTable) -> None:
+    def __init__(self, sizes: StepSizes, case: Case) -> None:
         self.host = 0.0
         self._sizes = sizes
-        self._rows, self._milliseconds = zip(*step_ms, strict=True)
+        self._rows, self._milliseconds = zip(*case.step_ms, strict=True)
+        self._noise, self._stalls = case.noise, case.stalls
+        self._generator = np.random.Generator(np.random.PCG64(0))
         self._busy_until = 0.0
 
     def launch(self, work: StepWork) -> float:
@@ -126,8 +131,10 @@ class SimulatedGpu:
         return self._busy_until
 
     def _seconds(self, work: StepWork) -> float:
-        linear = np.interp(work.decode_rows + work.prompt_rows, self._rows, self._milliseconds)
-        return float(linear) / 1e3 + work.attended * ATTENDED_SECONDS
+        linear = float(np.interp(work.decode_rows + work.prompt_rows, self._rows, self._milliseconds))
+        stall = 0.1 if self._generator.random() < self._stalls else 0.0
+        noise = self._generator.lognormal(0.0, self._noise)
+        return noise * (linear / 1e3 + work.attended * ATTENDED_SECONDS) + stall
 
 
 class Simulation:
@@ -145,7 +152,7 @@ class Simulation:
         pool = BlockPool(case.max_num_seqs * limits.blocks_for(case.max_model_len + 64))
         self.trace = Trace()
         self._scheduler = Scheduler(limits, pool, None, WarmAndCold([]), pacer)
-        self._gpu = SimulatedGpu(sizes, case.step_ms)
+        self._gpu = SimulatedGpu(sizes, case)
         self._last_end = 0.0
         self._left = iter(enumerate(case.lengths))
         long = (i for i, (prompt, _output) in enumerate(case.lengths) if prompt > max_num_batched_tokens)

@@ -44,6 +44,15 @@ def test_long_prompts_are_cut_finer_the_more_they_attend_to() -> None:
     assert chunks[10] > chunks[-3], "of the middle of the prompt, and of its end"
 
 
+def test_noise_and_stalls_of_the_host_do_not_undo_it() -> None:
+    noise = {"noise": 0.1, "stalls": 0.002}
+    off, paced = simulated("clients-distinct", 0.0, **noise), simulated("clients-distinct", TARGET_MS, **noise)
+    assert gap_ms(off, 99.5) > AIM_MS, "without the bound it is broken"
+    assert gap_ms(paced, 99.5) < AIM_MS
+    assert gap_ms(paced, 100) > 100.0, "the stalls are there"
+    assert paced.tokens_per_second > 0.97 * off.tokens_per_second
+
+
 def test_a_fixed_chunk_for_the_same_pace_costs_throughput_or_breaks_it() -> None:
     """What is learned is worth it: the budget that keeps the bound beside deep prompts is one for all steps."""
     paced = simulated("long", TARGET_MS)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from punica_core.engine import device_runner
-from punica_core.engine.graphs import mixed_sizes
+from punica_core.engine.graphs import GraphSizes, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes, exact_sizes, split_rows
 from punica_core.lora.weights import AdapterWeights, load_adapter
+from punica_core.scheduler.pacing import StepSizes
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan, StepPlan, StepResult
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import DrivenRunner, Running, random_prompt
@@ -45,6 +47,15 @@ def test_every_row_is_what_the_plain_runner_computes(weights: dict[int, AdapterW
     ):
         assert tokens == right_tokens
         torch.testing.assert_close(logits, right_logits, **TOLERANCE)
+
+
+def test_a_runner_tells_what_it_has_captured() -> None:
+    runner = DrivenDeviceRunner(tiny_llama()).runner
+    assert runner.step_sizes == StepSizes(), "nothing is padded"
+    captured = GraphSizes.of(max_num_seqs=8, max_num_batched_tokens=128)
+    runner.graphs = SimpleNamespace(sizes=captured)  # type: ignore[assignment]
+    assert runner.step_sizes == captured.step_sizes()
+    assert runner.step_sizes.prompt_rows == (64, 128)
 
 
 def test_the_wrong_slot_gives_other_logits(weights: dict[int, AdapterWeights]) -> None:

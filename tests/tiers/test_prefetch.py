@@ -13,6 +13,7 @@ from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import GpuAdapterTier
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
+from punica_core.scheduler.scheduler import Scheduler
 from tests.support.memory_adapters import (
     NUM_ELEMENTS,
     PATIENCE,
@@ -22,6 +23,7 @@ from tests.support.memory_adapters import (
     make_weights,
     wait_until,
 )
+from tests.support.scheduling import make_rig, new_sequence
 from tests.tiers.conftest import MakeTier
 
 ROOM = 8
@@ -162,6 +164,30 @@ def test_a_read_in_advance_that_is_wanted_now_may_take_any_idle_place(
     may_go_on.set()
     wait_until(lambda: not host._jobs)
     assert host.has(second)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_seat_that_becomes_free_finds_its_adapter(
+    make_tier: MakeTier, adapters: MemoryAdapters, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """The scheduler and both tiers together: steps that pass before a cold sequence starts, behind the only seat."""
+    tier = make_tier(ROOM * NUM_ELEMENTS)
+    if not ahead:
+        monkeypatch.setattr(GpuAdapterTier, "prefetch", lambda *_: None)
+    rig = make_rig(max_num_seqs=1)
+    scheduler = Scheduler(rig.limits, rig.pool, rig.cache, tier)
+    (cold,) = add(adapters, 1)
+    scheduler.add(new_sequence(0, max_tokens=8), rig.now)
+    scheduler.add(new_sequence(1, max_tokens=1, adapter=cold), rig.now)
+    plans = []
+    while scheduler.has_unfinished():
+        plans.append(scheduler.schedule(rig.now))
+        rig.now += 0.1
+        scheduler.update(plans[-1], rig.model.execute(plans[-1]), rig.now)
+        wait_until(lambda: is_still(tier))
+    empty = [plan for plan in plans if not plan.rows]
+    assert len(plans) == 9 + len(empty)
+    assert bool(empty) != ahead
 
 
 def test_a_broken_one_is_told_when_it_was_tried(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
