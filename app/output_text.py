@@ -11,7 +11,14 @@ from app.logprobs import clamp
 from punica_core.errors import InternalError
 from punica_core.protocol import FinishReason, LogprobTable
 
+READ_TOKENS = 1024
+"""Most that `read` turns into text at a time: a decoder of the SentencePiece kind takes 4 µs for each."""
+
 _ENDS_OF_TEXT = (None, FinishReason.STOP, FinishReason.LENGTH)
+
+
+_Tokens = tuple[list[int], LogprobTable, FinishReason | None]
+"""Tokens with their logprobs, and how the sequence ended if they are its last."""
 
 
 @dataclass(slots=True)
@@ -38,7 +45,8 @@ class OutputText:
 
     include_stop: stop strings and stop tokens are part of the text. list_stop_token: the logprobs have an entry for the
     stop token also when the text has none of it.
-    finish_reason: set when the end is known. is_read: the last piece was taken.
+    finish_reason: set when the end is known. is_read: the last piece was taken. has_more: many tokens were there, and
+    the next call finds more of them.
     """
 
     __slots__ = (
@@ -48,6 +56,7 @@ class OutputText:
         "_logprob_sum",
         "_min_tokens",
         "_ready",
+        "_rest",
         "_stops",
         "completion_tokens",
         "finish_reason",
@@ -75,6 +84,7 @@ class OutputText:
         self._min_tokens = stream.request.sampling.min_tokens
         self._logprob_sum = 0.0
         self._ready = Piece("")
+        self._rest: list[_Tokens] = []  # the last first
         if self._stops is not None:
             stream.on_arrival = self._look_for_stop
 
@@ -83,8 +93,13 @@ class OutputText:
         """Of the tokens that count, a stop token included. Needs logprobs to have been asked for."""
         return self._logprob_sum / max(self.completion_tokens, 1)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `read` left something."""
+        return bool(self._rest)
+
     def read(self) -> Piece:
-        """What arrived since the last call. Raises the error that ended the sequence."""
+        """What arrived since the last call, or some of it. Raises the error that ended the sequence."""
         if self.is_read:
             return Piece("")
         if self.finish_reason is None and self.stream.error is not None:
@@ -99,9 +114,7 @@ class OutputText:
         return piece
 
     def _taken(self) -> Piece:
-        stream = self.stream
-        token_ids, logprobs = stream.take_tokens(), stream.take_logprobs()
-        ended = stream.finish_reason
+        token_ids, logprobs, ended = self._rest.pop() if self._rest else self._arrived()
         self.completion_tokens += len(token_ids)
         self._add(logprobs)
         if ended is None:
@@ -109,6 +122,19 @@ class OutputText:
         shown = self._shown(token_ids)
         text = self._detokenizer.push(shown) + self._detokenizer.flush()
         return Piece(text, self._listed(logprobs, shown), self._end(ended))
+
+    def _arrived(self) -> _Tokens:
+        """The first of what has arrived; `_rest` is the rest of it."""
+        stream = self.stream
+        token_ids, logprobs, ended = stream.take_tokens(), stream.take_logprobs(), stream.finish_reason
+        if len(token_ids) <= READ_TOKENS:
+            return token_ids, logprobs, ended
+        for start in range(0, len(token_ids), READ_TOKENS):
+            stop = start + READ_TOKENS
+            is_last = stop >= len(token_ids)
+            self._rest.append((token_ids[start:stop], logprobs.part(start, stop), ended if is_last else None))
+        self._rest.reverse()
+        return self._rest.pop()
 
     def _look_for_stop(self) -> bool:
         """Take what arrived. Returns whether it completed a stop string: then the sequence is over."""

@@ -20,7 +20,7 @@ from app.api_errors import error_body, error_response
 from app.flight import ClientGone, Flight, SequenceStream
 from app.formats import DONE, Format, Head
 from app.generation import Job
-from app.output_text import OutputText, Piece
+from app.output_text import READ_TOKENS, OutputText, Piece
 from app.parsing import collector_paused
 from app.tokenizer import LONG_TEXT
 from punica_core.errors import PunicaError
@@ -95,7 +95,7 @@ class GenerationResponse(Response):
         pieces: list[list[Piece]] = [[] for _ in self._outputs]
         while not self._is_read:
             changed = await self._flight.changed()
-            for index, piece in self._read(changed, started=False):
+            for index, piece in await self._read(changed, started=False):
                 pieces[index].append(piece)
         self._begin()
         cost = sum(_cost(piece) for parts in pieces for piece in parts) + sum(map(_prompt_cost, self._outputs))
@@ -117,7 +117,7 @@ class GenerationResponse(Response):
         try:
             while not self._is_read:
                 changed = await self._flight.changed()
-                pieces = self._read(changed, started=started)
+                pieces = await self._read(changed, started=started)
                 if not started:
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
@@ -156,9 +156,22 @@ class GenerationResponse(Response):
         adapter_key = next(filter(None, keys), "")  # all have the same, but not all have a first token yet
         self._answer.begin(self._head(adapter_key), usage_follows=self._include_usage)
 
-    def _read(self, changed: Sequence[SequenceStream], *, started: bool) -> list[tuple[int, Piece]]:
+    async def _read(self, changed: Sequence[SequenceStream], *, started: bool) -> list[tuple[int, Piece]]:
+        """What is new of these sequences. Others' turns come between if it is much."""
+        pieces: list[tuple[int, Piece]] = []
+        size = 0
         try:
-            pieces = [(sequence.index, self._outputs[sequence.index].read()) for sequence in changed]
+            for sequence in changed:
+                output = self._outputs[sequence.index]
+                before = output.completion_tokens
+                pieces.append((sequence.index, output.read()))
+                size += output.completion_tokens - before
+                while output.has_more or size > READ_TOKENS:
+                    size = 0
+                    await asyncio.sleep(0)
+                    self._check_reader()
+                    if output.has_more:
+                        pieces.append((sequence.index, output.read()))
         except PunicaError as error:
             raise _Failed(error, started) from None
         for sequence in changed:

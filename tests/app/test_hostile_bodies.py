@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,14 +17,16 @@ import msgspec
 import pytest
 from tokenizers import normalizers
 
+from app import output_text, streaming
 from app.formats import CompletionFormat
 from app.messages import FunctionCall
+from app.output_text import OutputText, Piece
 from app.schemas import ChatRequest, CompletionRequest, parse
 from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core import protocol
 from punica_core.errors import InvalidRequest
-from punica_core.protocol import LogprobTable, TokenLogprobs
-from tests.app.conftest import BASE, MakeServer
+from punica_core.protocol import FinishReason, LogprobTable, SequenceOutput, TokenLogprobs
+from tests.app.conftest import BASE, MakeServer, events
 from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer
 
 
@@ -220,3 +224,49 @@ def test_many_logprobs_are_received_as_few_objects() -> None:
     assert memory_of(lambda: protocol.decode_event(frame[4:])) < 3 * len(frame) < 2000 * 21 * 8 * 4
     objects = msgspec.msgpack.encode(entries)
     assert memory_of(lambda: msgspec.msgpack.decode(objects, type=list[TokenLogprobs])) > 10 * len(frame)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("slice_tokens", [1024, 10**9])
+async def test_others_have_their_turn_while_many_tokens_become_text(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool, slice_tokens: int
+) -> None:
+    """All choices of a request end at once, or a slow client's tokens have gathered."""
+    monkeypatch.setattr(output_text, "READ_TOKENS", slice_tokens)
+    monkeypatch.setattr(streaming, "READ_TOKENS", slice_tokens)
+    turns, read_at = 0, list[tuple[int, int]]()
+    read = OutputText.read
+
+    def watched(output: OutputText) -> Piece:
+        before = output.completion_tokens
+        piece = read(output)
+        read_at.append((turns, output.completion_tokens - before))
+        return piece
+
+    monkeypatch.setattr(OutputText, "read", watched)
+    ids = [65 + place % 26 for place in range(5000)]
+    table = LogprobTable.of([TokenLogprobs(token, -0.5) for token in ids])
+    async with make_server(auto=False, max_model_len=100_000) as server:
+        asked = {"prompt": [[66], [67], [68]], "max_tokens": 5000, "logprobs": 0, "stream": stream}
+        request = asyncio.create_task(server.complete(**asked))
+        while not server.engine.running:
+            await asyncio.sleep(0)
+        outputs = [SequenceOutput(i, ids, FinishReason.LENGTH, table) for i in server.engine.running]
+        server.engine.emit(protocol.Outputs(outputs))
+        while not request.done():
+            turns += 1
+            await asyncio.sleep(0)
+        text = server.service.tokenizer.decode(ids)
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events(request.result())]
+        texts = ["".join(c["text"] for c in chunks if c["index"] == index) for index in range(3)]
+        counts = [sum(len(c["logprobs"]["tokens"]) for c in chunks if c["index"] == index) for index in range(3)]
+    else:
+        choices = request.result().json()["choices"]
+        texts, counts = [c["text"] for c in choices], [len(c["logprobs"]["tokens"]) for c in choices]
+    assert (texts, counts) == ([text] * 3, [5000] * 3)
+    in_one_turn = Counter[int]()
+    for turn, count in read_at:
+        in_one_turn[turn] += count
+    assert sum(in_one_turn.values()) == 15_000
+    assert (max(in_one_turn.values()) <= 2 * 1024) is (slice_tokens == 1024)
