@@ -7,6 +7,7 @@ U+FFFD appears only where the bytes are no UTF-8 (or the output was cut inside a
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -102,27 +103,45 @@ class WindowDetokenizer:
 class StopStrings:
     """Finds stop strings in a text that arrives in pieces, and holds back what may become one.
 
+    Each character costs the same, whatever the stop strings are (Knuth, Morris and Pratt): of each of them it is known
+    how much of it the text ends with.
+
     include: the stop string found is part of the output.
     """
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_held", "_include", "_matched", "_stops")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._stops = tuple((stop, _borders(stop)) for stop in stops)
         self._include = include
+        self._matched = [0] * len(stops)
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """(text that may be given out, whether a stop string was found; then nothing follows)."""
         text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        if self._advance(piece):
             self._held = ""
-            at, stop = min(found)
+            at, stop = min((at, stop) for stop, _ in self._stops if (at := text.find(stop)) >= 0)
             return text[: at + len(stop)] if self._include else text[:at], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
+
+    def _advance(self, piece: str) -> bool:
+        """Follow the stop strings through further text. Returns whether one is complete."""
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[index]
+            if not matched and stop[0] not in piece:
+                continue
+            for char in piece:
+                while matched and stop[matched] != char:
+                    matched = borders[matched - 1]
+                matched += stop[matched] == char
+                if matched == len(stop):
+                    return True
+            self._matched[index] = matched
+        return False
 
     def flush(self) -> str:
         """What was held back: no stop string came of it."""
@@ -130,9 +149,15 @@ class StopStrings:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+@functools.lru_cache(maxsize=256)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of the text, how long the longest other beginning is that it ends with. Kept, since all
+    choices of a request look for the same."""
+    borders = [0] * len(text)
+    length = 0
+    for place in range(1, len(text)):
+        while length and text[length] != text[place]:
+            length = borders[length - 1]
+        length += text[length] == text[place]
+        borders[place] = length
+    return tuple(borders)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -105,6 +106,53 @@ def test_stop_strings_are_found_wherever_pieces_break(text: str, stops: list[str
         if not include:
             assert not any(stop in given_out for stop in stops)
         assert text.startswith(given_out)
+
+
+@given(
+    st.lists(st.text(alphabet="ab", max_size=5), max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=3),
+)
+def test_no_more_is_held_back_than_may_become_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    matcher, text, given_out = StopStrings(stops), "", ""
+    for piece in pieces:
+        text += piece
+        part, found = matcher.push(piece)
+        given_out += part
+        assert found is any(stop in text for stop in stops)
+        if found:
+            break
+        beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
+        assert len(text) - len(given_out) == max(len(start) for start in beginnings if text.endswith(start))
+
+
+class CountedText(str):
+    """Counts how many of its characters are looked at, one by one."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        CountedText.looks += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["a" * 1023 + "b", "b" * 1024, "c" * 1024, "d" * 1024],
+        ["ab" * 511 + "x", "ab" * 500 + "y", "ba" * 500 + "z", "aab" * 300],
+        ["a" * 1023 + "b", ("a" * 31 + "b") * 32],
+        ["END"],
+    ],
+    ids=lambda stops: stops[0][:4],
+)
+def test_no_stop_strings_make_a_character_cost_much(stops: list[str]) -> None:
+    matcher = StopStrings([CountedText(stop) for stop in stops])
+    for piece in ("aaaa", "abab"):
+        CountedText.looks = 0
+        given_out = "".join(matcher.push(piece)[0] for _ in range(500))
+        assert len(given_out) <= 2000
+        assert CountedText.looks <= 4 * len(stops) * 2000
+    assert CountedText.looks > 0
 
 
 def test_the_earliest_stop_string_counts_and_may_be_included() -> None:
