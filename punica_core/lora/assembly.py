@@ -112,7 +112,7 @@ class Assembler:
         self._progress = progress
 
     def linear(self, path: str) -> ModuleWeights:
-        """The linear at `path`. Raises AdapterInvalid if a gain or bias is not finite."""
+        """The linear at `path`. Raises AdapterInvalid if a gain, a bias or a product is not finite."""
         shares = self._fit.linears.get(path, [])
         weights = self._whole(shares[0]) if is_whole(self._fit, path) else self._joint(path, shares)
         gain = self._gain(path, shares)
@@ -139,10 +139,14 @@ class Assembler:
         return ModuleWeights(a.t(), b, module.scale * base.embedding_scale, gain)
 
     def replaced(self, path: str, part: str) -> Tensor:
-        """A matrix or rows that stand in place of the base's, as the module gives them out: scaled if an embedding."""
+        """A matrix or rows that stand in place of the base's, as the module gives them out: scaled if an embedding.
+
+        Raises AdapterInvalid if a product is not finite.
+        """
         room = self._rooms[path, part]
         if path == self._fit.shapes.embedding and self._known_base().embedding_scale != 1.0:
             room *= self._known_base().embedding_scale
+            check_finite(room, f"the trained weight of {path!r}, times the scale of the base's embedding,")
         return room
 
     def _whole(self, share: LoraShare) -> ModuleWeights:
@@ -166,7 +170,10 @@ class Assembler:
             a[columns] = self._raw[module.a.name]
             part = self._raw[module.b.name][rows.source : rows.source + rows.count]
             factor = 1.0 if module.scale == scale else module.scale
-            b[rows.target : rows.target + rows.count, columns] = part * factor
+            block = b[rows.target : rows.target + rows.count, columns]
+            block.copy_(part * factor)
+            if factor != 1.0:
+                check_finite(block, f"lora_B of {module.path!r} times its scale")
             column = columns.stop
         return ModuleWeights(a, b, scale)
 

@@ -90,8 +90,10 @@ class TensorReader:
 def check_finite(values: Tensor, what: str) -> None:
     """Raise AdapterInvalid, naming `what`, unless all values are finite."""
     if not bool(torch.isfinite(values).all()):
-        bad = int((~torch.isfinite(values)).nonzero()[0, 0])
-        raise AdapterInvalid(f"{what} is {float(values[bad])} in row {bad}: the adapter cannot be computed there.")
+        bad = (~torch.isfinite(values)).nonzero()[0].tolist()
+        raise AdapterInvalid(
+            f"{what} is {float(values[tuple(bad)])} in row {bad[0]}: the adapter cannot be computed there."
+        )
 
 
 def _check_finite(entry: TensorEntry, first: int, source: Tensor, cast: Tensor) -> None:

@@ -199,3 +199,18 @@ def test_ranks_that_add_up_beyond_the_limit_are_refused(tmp_path: Path) -> None:
         load_adapter(adapter_ref(folder), loaded.module_shapes, torch.float32, 8)
     assert (folder / CONFIG_NAME).exists()
     assert load_adapter(adapter_ref(folder), loaded.module_shapes, torch.float32, 12).nbytes > 0
+
+
+def test_what_grows_too_large_in_a_joint_matrix_is_refused(tmp_path: Path) -> None:
+    """On a fused base the scales of parts, where they differ, go into their B."""
+    folder = save_peft_adapter(tmp_path / "adapter", tiny_phi3(), **PHI3_JOINT)
+    edit_tensors(folder, block_diagonal)
+    split_qkv(folder, doubled="k_proj")
+    half = DrivenRunner(tiny_phi3().half()).loaded
+    assert load_for(half, folder).modules
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    edit_tensors(folder, lambda found: found | {name: found[name].index_fill(0, torch.tensor([3]), 4e4)})
+    words = r"lora_B of 'model\.layers\.1\.self_attn\.q_proj' times its scale is inf in row 3"
+    with pytest.raises(AdapterInvalid, match=words):
+        load_for(half, folder)
+    assert load_for(DrivenRunner(tiny_phi3()).loaded, folder).modules, "in float32 there is room for it"

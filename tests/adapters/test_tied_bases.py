@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from punica_core.errors import AdapterInvalid
 from tests.support.adapter_formats import BASES, Case, errors_against_peft, load_for
 from tests.support.driven_runner import DrivenRunner
-from tests.support.peft_adapters import edit_config, save_peft_adapter
+from tests.support.peft_adapters import edit_config, edit_tensors, save_peft_adapter
 
 TOLERANCE = 1e-4
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
@@ -42,3 +44,16 @@ def test_the_same_bytes_saved_in_place_are_another_adapter(tmp_path: Path) -> No
     assert own.vocabulary.head_matrix is None
     assert shared.vocabulary.head_matrix is not None
     assert own.key != shared.key
+
+
+def test_an_embedding_that_the_base_scales_beyond_its_dtype_is_refused(tmp_path: Path) -> None:
+    """Gemma multiplies rows of its embedding by √hidden_size."""
+    base = BASES["gemma2, tied"]
+    folder = save_peft_adapter(tmp_path / "adapter", base(), **SAVED)
+    half, single = DrivenRunner(base().half()).loaded, DrivenRunner(base()).loaded
+    assert load_for(half, folder).vocabulary is not None
+    name = "base_model.model.model.embed_tokens.weight"
+    edit_tensors(folder, lambda found: found | {name: found[name].index_fill(0, torch.tensor([7]), 5e4)})
+    with pytest.raises(AdapterInvalid, match=r"weight of 'model\.embed_tokens', times the scale .*is inf in row 7"):
+        load_for(half, folder)
+    assert load_for(single, folder).vocabulary is not None
