@@ -15,9 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
 from punica_core.engine.engine import Engine
+from punica_core.lora.gpu_tier import GpuAdapterTier
+from punica_core.lora.landing import LandingMemory
+from punica_core.lora.packed import write_packed
+from punica_core.lora.weights import load_adapter
+from punica_core.model.shapes import model_shapes
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SamplingParams, SequenceOutput
 from tests.support.driven_runner import random_prompt
-from tests.support.peft_adapters import adapter_ref, edit_tensors, peft_warnings_ignored, save_peft_adapter
+from tests.support.peft_adapters import adapter_ref, edit_tensors, packed_ref, peft_warnings_ignored, save_peft_adapter
 from tests.support.tiny_models import spread
 
 pytestmark = pytest.mark.gpu
@@ -75,9 +80,12 @@ class Driver:
         self.engine: Engine = build_engine(chosen, lambda what, fraction: None, lambda: None)[0]
         self.outputs: dict[int, list[SequenceOutput]] = {}
 
-    def submit(self, prompt_ids: list[int], adapter: int | None, **sampling: Any) -> int:
+    def submit(self, prompt_ids: list[int], adapter: int | Path | None, **sampling: Any) -> int:
+        """adapter: one of the folders by its number, or a packed file."""
         request_id = len(self.outputs)
-        ref: AdapterRef | None = None if adapter is None else adapter_ref(self.root / str(adapter))
+        ref: AdapterRef | None = None
+        if adapter is not None:
+            ref = packed_ref(adapter) if isinstance(adapter, Path) else adapter_ref(self.root / str(adapter))
         params = SamplingParams(ignore_eos=True, **sampling)
         request = NewSequence(request_id=request_id, prompt_ids=prompt_ids, sampling=params, adapter=ref)
         self.outputs[request_id] = self.engine.submit([request], time.monotonic())
@@ -226,6 +234,42 @@ def test_adapters_that_take_turns_in_a_small_tier_are_never_mixed_up(root: Path,
         assert len(tokens) == 12
         found.setdefault(adapter, []).append((prompt + tokens, len(prompt), logprobs))
     check_near(found, references)
+
+
+def test_packed_adapters_take_turns_with_folders_in_a_small_tier(
+    root: Path, tmp_path: Path, references: References
+) -> None:
+    """They are sent from where they were read, and leave their place there for one another."""
+    shapes = model_shapes(build_base())
+    packed = {}
+    for adapter in (0, 1, 2, 4, 5, 6):
+        dtype = (torch.bfloat16, torch.float32)[adapter % 2]
+        packed[adapter] = tmp_path / f"{adapter}.punica"
+        weights = load_adapter(adapter_ref(root / str(adapter)), shapes, dtype, 256)
+        write_packed(str(packed[adapter]), weights, shapes, dtype)
+    driver = Driver(root, max_num_batched_tokens=256, adapter_gpu_bytes=3 * ADAPTER_BYTES)
+    tier = driver.engine._adapters
+    assert isinstance(tier, GpuAdapterTier)
+    tier._host.land_in(LandingMemory(2 * ADAPTER_BYTES, dtype=torch.bfloat16, page_locked=True))
+    asked = []
+    for turn in range(3):
+        for adapter, file in packed.items():
+            for which in (file, adapter) if (turn + adapter) % 3 else (file,):
+                prompt = random_prompt(10 + 9 * turn + adapter, VOCAB_SIZE, seed=turn)
+                asked.append(
+                    (adapter, prompt, driver.submit(prompt, which, max_tokens=12, temperature=0.0, logprobs=0))
+                )
+    driver.finish()
+    assert tier._host._landed, "packed adapters lie in landing memory"
+    assert driver.engine.stats().adapter_evictions > 0
+    found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
+    for adapter, prompt, request_id in asked:
+        tokens, logprobs = driver.generated(request_id)
+        assert len(tokens) == 12
+        found.setdefault(adapter, []).append((prompt + tokens, len(prompt), logprobs))
+    check_near(found, references)
+    with pytest.raises(AssertionError, match="ours"):
+        check_near({5: found[6]}, references)
 
 
 def test_an_adapter_that_overflows_fails_alone(root: Path, driver: Driver) -> None:
