@@ -38,6 +38,9 @@ class WarmAndCold:
     def acquire(self, ref: AdapterRef) -> AdapterGrant | SkipReason:
         return self._grants.get(ref, SkipReason.ADAPTER_LOADING)
 
+    def has(self, ref: AdapterRef) -> bool:
+        return ref in self._grants
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """What is cold stays so."""
 

@@ -147,7 +147,7 @@ class AdapterCache:
                     self._enqueue(_Job(ref, now, now, spared=wanted))
 
     def has(self, ref: AdapterRef) -> bool:
-        """Whether the version could be acquired at once."""
+        """See `Residency.has`."""
         with self._lock:
             return self._table.presence(ref, self._clock()) is Presence.RESIDENT
 

@@ -25,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -34,14 +33,13 @@ from punica_core.errors import AdapterError, AdapterTooLarge, InternalError, Pun
 from punica_core.lora.arena_layout import AdapterLayout, Run, lay_out
 from punica_core.lora.arena_writer import BUFFER_BYTES, ArenaWriter
 from punica_core.lora.cache import AdapterCache, CacheStats
-from punica_core.lora.denials import Denials
 from punica_core.lora.free_ranges import fewest_to_give
+from punica_core.lora.gpu_loads import Denials, GpuLoad
 from punica_core.lora.landing import LANDING_BYTES, LandingMemory
 from punica_core.lora.segments import Int32Array
 from punica_core.lora.table_modules import TableModules, largest_rank
 from punica_core.lora.tables import AdapterTables, Arena, shape_of
 from punica_core.lora.vocabulary_step import SlotVocabulary, slot_vocabulary
-from punica_core.lora.weights import AdapterWeights
 from punica_core.ops.layout import ROW_ALIGNMENT
 from punica_core.protocol import AdapterLoad, AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
@@ -50,18 +48,6 @@ NUM_SLOTS = 4096
 """Adapters resident at most. The tables take 48 bytes for each of them and each module: 44 MB for 224 modules."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One load. weights: pinned in the host tier by `ref` until the job has ended. runs: room for it that is taken and
-    not its resident's yet. spared: who need not make room for it."""
-
-    ref: AdapterRef
-    weights: AdapterWeights
-    started_at: float
-    runs: tuple[Run, ...] | None = None
-    spared: Collection[AdapterRef] = ()
 
 
 class _Closed(Exception):
@@ -112,7 +98,7 @@ class GpuAdapterTier:
         self._denials = Denials()
         self._failures: dict[AdapterRef, PunicaError] = {}
         self._loads: list[AdapterLoad] = []
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[GpuLoad] = deque()
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._loaded = threading.Event()
@@ -149,6 +135,12 @@ class GpuAdapterTier:
         with self._lock:
             self._free(self._table.unpin(ref))
             self._denials.released()
+
+    def has(self, ref: AdapterRef) -> bool:
+        """See `Residency.has`."""
+        with self._lock:
+            resident = self._table.find(ref)
+            return resident is not None and resident.slot not in self._copying
 
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """See `Residency.prefetch`. Nothing is copied in advance while anything is copied."""
@@ -215,7 +207,7 @@ class GpuAdapterTier:
             self._host.release(ref)
             return SkipReason.ADAPTER_LOADING
         self._table.begin(ref, now)
-        job = _Job(ref, self._host.weights(answer.slot), now, spared=spared)
+        job = GpuLoad(ref, self._host.weights(answer.slot), now, spared=spared)
         if denied is not None:
             self._denials.forget(ref)
             job.runs = self._take_room(ref, denied, now, spared)
@@ -252,13 +244,13 @@ class GpuAdapterTier:
                 except Exception:  # whatever it is, the adapters behind it are to be copied
                     _log.exception("unexpected failure after copying adapter %r", job.ref.name)
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> GpuLoad | None:
         with self._lock:
             while not self._queue and not self._closed:
                 self._has_work.wait()
             return None if self._closed else self._queue.popleft()
 
-    def _outcome(self, job: _Job) -> PunicaError | None:
+    def _outcome(self, job: GpuLoad) -> PunicaError | None:
         """Do the job; the error that it ends with."""
         try:
             self._bring(job)
@@ -271,7 +263,7 @@ class GpuAdapterTier:
             return InternalError(f"Adapter {job.ref.name!r} could not be copied to the GPU; see the server's log.")
         return None
 
-    def _bring(self, job: _Job) -> None:
+    def _bring(self, job: GpuLoad) -> None:
         modules = self._modules.arranged(job.weights)
         layout = lay_out({index: shape_of(module) for index, module in modules.items()})
         with self._lock:
@@ -299,7 +291,7 @@ class GpuAdapterTier:
             self._settle(job.ref, resident)
             self._table.claim(resident, self._clock())
 
-    def _admit(self, job: _Job, layout: AdapterLayout[int]) -> Resident | None:
+    def _admit(self, job: GpuLoad, layout: AdapterLayout[int]) -> Resident | None:
         """Find room and enter the adapter into the books, pinned; None if there is nothing to copy."""
         self._check_open()
         now = self._clock()
@@ -379,7 +371,7 @@ class GpuAdapterTier:
         if self._closed:
             raise _Closed
 
-    def _finish(self, job: _Job, error: PunicaError | None) -> None:
+    def _finish(self, job: GpuLoad, error: PunicaError | None) -> None:
         """Book the end of a load."""
         with self._lock:
             now = self._clock()

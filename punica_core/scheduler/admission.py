@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from punica_core.protocol import AdapterRef
-from punica_core.scheduler.plan import SkipReason
+from punica_core.scheduler.plan import Residency, SkipReason
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
 from punica_core.scheduler.waiting import WaitingQueue
@@ -16,13 +16,17 @@ OVERTAKEN = frozenset({SkipReason.NO_BLOCKS, SkipReason.NO_TOKENS, SkipReason.PR
 """Why a sequence may be passed by those behind it while it is not overdue. One that needs an adapter always may."""
 
 
+MAX_EARLY = 8
+"""Sequences of a pass whose adapters are asked for although there are no blocks for them yet."""
+
+
 @dataclass(slots=True)
 class AdmissionPass:
     """State of one pass.
 
     overdue_since: who arrived then or earlier is not overtaken any more. refused: adapters that were asked for in this
     pass in vain, never None. room_kept_for: once set, no other adapter is pinned in the rest of the pass. passed:
-    sequences that others may overtake meanwhile, by reason.
+    sequences that others may overtake meanwhile, by reason. num_early: see `is_too_early`.
     """
 
     step: StepBuilder
@@ -31,9 +35,22 @@ class AdmissionPass:
     refused: dict[AdapterRef | None, SkipReason] = field(default_factory=dict)
     room_kept_for: AdapterRef | None = None
     passed: Counter[SkipReason] = field(default_factory=Counter)
+    num_early: int = 0
 
     def is_overdue(self, sequence: Sequence) -> bool:
         return sequence.arrival <= self.overdue_since
+
+    def is_too_early(self, sequence: Sequence, num_blocks: int, num_spare: int, residency: Residency) -> bool:
+        """Whether a sequence is passed without asking for its adapter, which is not there, for it could not start if it
+        were: it needs `num_blocks` of `num_spare`. The first few are asked for all the same. A line of hundreds of cold
+        adapters would else take the place of all others before anybody can use them."""
+        if sequence.adapter is None or num_blocks <= num_spare or sequence.no_room_since is not None:
+            return False
+        self.num_early += 1
+        if self.num_early <= MAX_EARLY or residency.has(sequence.adapter):
+            return False
+        self.passed[SkipReason.ADAPTER_LOADING] += 1
+        return True
 
 
 def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReason | None) -> Counter[SkipReason]:

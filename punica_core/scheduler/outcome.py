@@ -1,8 +1,9 @@
-"""When a sequence ends, and what its outputs say. Pure functions of a sequence."""
+"""What a step's result means for a sequence: how far it is, when it ends, and what its outputs say."""
 
 from __future__ import annotations
 
 from punica_core.errors import ContextLengthExceeded, InvalidRequest, PunicaError, to_wire
+from punica_core.kv.prefix_cache import PrefixCache
 from punica_core.protocol import (
     MAX_LOGPROBS,
     FinishReason,
@@ -12,7 +13,7 @@ from punica_core.protocol import (
     TokenLogprobs,
 )
 from punica_core.scheduler.limits import SchedulerLimits
-from punica_core.scheduler.plan import SampledToken
+from punica_core.scheduler.plan import RowPlan, SampledToken, StepResult
 from punica_core.scheduler.sequence import Sequence
 
 
@@ -90,7 +91,19 @@ def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
     )
 
 
-def keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
+def advance(row: RowPlan, result: StepResult, cache: PrefixCache | None, block_size: int) -> None:
+    """The row's tokens are computed: publish full blocks, keep prompt logprobs not seen before."""
+    sequence, start = row.sequence, row.start
+    end = sequence.num_computed = start + row.count
+    chain = sequence.chain
+    if chain is not None and end // block_size > chain.num_blocks:
+        assert cache is not None
+        cache.publish(chain, sequence.token_ids, end, sequence.block_table)
+    if sequence.wants_prompt_logprobs and start < sequence.num_prompt:
+        _keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
+
+
+def _keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
     """Add what a row that starts at `start` scored: entry i belongs to position start + 1 + i. A sequence that was
     preempted has some of them already."""
     fresh = entries[len(sequence.prompt_logprobs) - start :]

@@ -53,6 +53,9 @@ class Residency(Protocol):
         """Pin the adapter if it is resident. Otherwise start (or continue) bringing it in and say why not yet:
         ADAPTER_LOADING, or ADAPTER_NO_ROOM when pinned adapters hold all the bytes."""
 
+    def has(self, ref: AdapterRef) -> bool:
+        """Whether `acquire` would pin it now."""
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """Bring in adapters that will be wanted, the soonest first, as far as that costs nobody anything: not the place
         of one that is in use or `wanted`, and no more than a share of the memory for what nobody uses yet."""

@@ -15,10 +15,10 @@ from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepI
 from punica_core.scheduler.invariants import check_blocks, check_sequences
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.outcome import (
+    advance,
     check_servable,
     error_output,
     finish_reason,
-    keep_prompt_logprobs,
     prompt_output,
     token_output,
 )
@@ -245,13 +245,16 @@ class Scheduler:
         """Start a waiting sequence, or say why not; then it is as it was before."""
         if self._shared_prompts.is_awaited(sequence) and not turn.is_overdue(sequence):
             return SkipReason.PREFIX_COMPUTING
+        num_blocks = self.limits.blocks_for(sequence.num_tokens)
+        if turn.is_too_early(sequence, num_blocks, self._num_spare, self._residency):
+            return SkipReason.ADAPTER_LOADING
         if sequence.adapter is not None:
             grant = self._acquire(sequence, sequence.adapter, turn)
             if isinstance(grant, SkipReason):
                 return grant
             sequence.grant = grant
         match = self._match(sequence)
-        missing = self.limits.blocks_for(sequence.num_tokens) - len(match.block_ids)
+        missing = num_blocks - len(match.block_ids)
         reason = self._not_yet(sequence, match, missing, turn)
         if reason is not None:
             self._release(sequence)
@@ -261,11 +264,14 @@ class Scheduler:
         self._start(sequence, match, turn.step)
         return None
 
+    @property
+    def _num_spare(self) -> int:
+        """Free blocks, but for one for each running sequence: they may need it in their next block_size steps."""
+        return self._pool.num_free - len(self._running)
+
     def _not_yet(self, sequence: Sequence, match: PrefixMatch, missing: int, turn: AdmissionPass) -> SkipReason | None:
         """Why a sequence that has its adapter, and needs `missing` blocks besides those found, does not start."""
-        revived = sum(map(self._pool.is_free, match.block_ids))
-        reserve = len(self._running)  # what the running ones may need in their next block_size steps
-        if missing + revived + reserve > self._pool.num_free:
+        if missing + sum(map(self._pool.is_free, match.block_ids)) > self._num_spare:
             return SkipReason.NO_BLOCKS
         if turn.step.room_for(sequence, match.num_tokens) == 0:
             return SkipReason.NO_TOKENS
@@ -338,7 +344,8 @@ class Scheduler:
             return None
         if result.failed and sequence.request_id in result.failed:
             return self._fail(sequence, result.failed[sequence.request_id])
-        self._advance(row, result)
+        self.counters.count_row(row.start, row.count, sequence.num_prompt)
+        advance(row, result, self._prefix_cache, self.limits.block_size)
         if not row.samples:
             return None
         if sequence.max_tokens == 0:
@@ -357,18 +364,6 @@ class Scheduler:
             self._prefix_cache.withdraw(sequence.block_table)
         self._end(sequence)
         return error_output(sequence.request_id, InternalError(message))
-
-    def _advance(self, row: RowPlan, result: StepResult) -> None:
-        """The row's tokens are computed: count them, publish full blocks, keep prompt logprobs not seen before."""
-        sequence, start, count = row.sequence, row.start, row.count
-        end = sequence.num_computed = start + count
-        chain = sequence.chain
-        if chain is not None and end // self.limits.block_size > chain.num_blocks:
-            assert self._prefix_cache is not None
-            self._prefix_cache.publish(chain, sequence.token_ids, end, sequence.block_table)
-        self.counters.count_row(start, count, sequence.num_prompt)
-        if sequence.wants_prompt_logprobs and start < sequence.num_prompt:
-            keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
 
     # Ends
 

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from punica_core.protocol import AdapterRef
+from punica_core.scheduler.admission import MAX_EARLY, AdmissionPass
 from punica_core.scheduler.plan import SkipReason
 from punica_core.scheduler.prefetch import INTERVAL_SECONDS, MAX_AHEAD
 from punica_core.scheduler.sequence import Sequence
+from punica_core.scheduler.step_builder import StepBuilder
 from punica_core.scheduler.waiting import WaitingQueue
 from tests.support.residency import FakeResidency, adapter_ref
 from tests.support.scheduling import Rig, make_rig, new_sequence
@@ -91,6 +93,48 @@ def test_room_that_somebody_waits_for_is_left_alone() -> None:
     rig.step()
     assert rig.scheduler.waiting_by_reason == {SkipReason.ADAPTER_NO_ROOM: 1, SkipReason.NO_SEATS: 3}
     assert rig.residency.asked == []
+
+
+@pytest.mark.parametrize("overtake_limit", [1e9, 0.0], ids=["fresh", "overdue"])
+def test_adapters_of_a_line_without_blocks_are_asked_for_a_few_at_a_time(overtake_limit: float) -> None:
+    """Else hundreds of cold ones take the place of all others before anybody can use them."""
+    load_steps = 0 if overtake_limit else 3
+    rig = make_rig(num_blocks=8, max_model_len=32, num_slots=64, load_steps=load_steps, overtake_limit=overtake_limit)
+    hot = adapter_ref("hot")
+    rig.add(new_sequence(0, prompt=4, max_tokens=20, adapter=hot))
+    while 0 not in rig.started:
+        rig.step()
+    rig.add(*(new_sequence(1 + i, prompt=28, max_tokens=2, adapter=adapter_ref(f"a{i}")) for i in range(30)))
+    rig.add(new_sequence(50, prompt=2, max_tokens=2, adapter=adapter_ref("small")))
+    for _ in range(8):
+        rig.step()
+    first = [adapter_ref(f"a{i}") for i in range(MAX_EARLY)]
+    small = adapter_ref("small")
+    if overtake_limit:
+        assert [ref for ref in rig.residency.slots if ref not in (hot, small)] == first
+        assert 50 in rig.started, "it has blocks"
+        assert rig.scheduler.waiting_by_reason == {SkipReason.NO_BLOCKS: MAX_EARLY, SkipReason.ADAPTER_LOADING: 22}
+    else:
+        assert set(rig.residency.slots) <= {hot, small, *(adapter_ref(f"a{i}") for i in range(MAX_AHEAD))}
+    rig.run()
+    assert rig.residency.num_evictions == 0
+
+
+def test_who_has_its_adapter_or_waits_for_room_is_never_too_early() -> None:
+    rig = make_rig()
+    turn = AdmissionPass(StepBuilder(rig.limits), now=0.0, overdue_since=0.0)
+    refs = [None, *map(adapter_ref, ("there", "refused", "cold"))]
+    base, there, refused, cold = (Sequence.of(new_sequence(i, adapter=ref), 0.0) for i, ref in enumerate(refs))
+    rig.residency.acquire(adapter_ref("there"))
+    refused.no_room_since = 0.0
+
+    def is_too_early(sequence: Sequence, num_spare: int = 1) -> bool:
+        return turn.is_too_early(sequence, 2, num_spare, rig.residency)
+
+    assert not any(is_too_early(cold) for _ in range(MAX_EARLY))
+    assert is_too_early(cold)
+    assert not is_too_early(cold, num_spare=2), "it may start"
+    assert not any(map(is_too_early, (base, there, refused)))
 
 
 def test_the_line_is_looked_at_now_and_then() -> None:

@@ -39,6 +39,9 @@ class FakeResidency:
         self.pins[ref] += 1
         return AdapterGrant(self.slots[ref], adapter_key=key_of(ref))
 
+    def has(self, ref: AdapterRef) -> bool:
+        return ref in self.slots
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         self.asked.append(list(soonest))
         for ref in self.asked[-1]:

@@ -60,6 +60,20 @@ def test_what_will_be_wanted_is_granted_at_once(make_tier: MakeTier, adapters: M
     assert all(isinstance(tier.acquire(ref), AdapterGrant) for ref in refs)
 
 
+def test_a_tier_has_what_it_would_grant(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+    tier = make_tier(ROOM * NUM_ELEMENTS)
+    (ref,) = add(adapters, 1)
+    assert not tier.has(ref)
+    assert tier.acquire(ref) is SkipReason.ADAPTER_LOADING
+    while not tier.has(ref):
+        answer = tier.acquire(ref)
+        assert answer is SkipReason.ADAPTER_LOADING or tier.has(ref), "it was copied between the two"
+        tier.wait_for_load(0.01)
+    assert isinstance(tier.acquire(ref), AdapterGrant)
+    assert tier._host.has(ref)
+    assert isinstance(tier._host.acquire(ref), AdapterGrant)
+
+
 def flooded(tier: GpuAdapterTier, adapters: MemoryAdapters) -> tuple[set[str], set[str]]:
     """Eight idle adapters fill the GPU, the last two of them used again just now; forty others are waited for. (those
     that left, those that came)."""

@@ -1,16 +1,30 @@
-"""Who found no room in a tier, and whether looking again could help."""
+"""Loads into the GPU tier: one that is under way, and those that found no room."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from punica_core.adapters.residency import MAX_REMEMBERED
+from punica_core.lora.arena_layout import Run
+from punica_core.lora.weights import AdapterWeights
 from punica_core.protocol import AdapterRef
 
 RETRY_SECONDS = 0.25
 """An adapter that found no room tries again when something was released, and after so long: claims expire."""
+
+
+@dataclass(slots=True, eq=False)
+class GpuLoad:
+    """One load. weights: pinned in the host tier by `ref` until the job has ended. runs: room for it that is taken and
+    not its resident's yet. spared: who need not make room for it."""
+
+    ref: AdapterRef
+    weights: AdapterWeights
+    started_at: float
+    runs: tuple[Run, ...] | None = None
+    spared: Collection[AdapterRef] = ()
 
 
 @dataclass(frozen=True, slots=True)
