@@ -135,16 +135,17 @@ class AdapterCache:
         return SkipReason.ADAPTER_LOADING
 
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
-        """See `Residency.prefetch`. Nothing is read in advance while all readers have work."""
+        """See `Residency.prefetch`. One reader is left to those that are wanted now."""
         with self._lock:
             now = self._clock()
             for ref in soonest:
-                if len(self._jobs) >= NUM_READERS or not self._table.may_prefetch(wanted):
+                if self._table.presence(ref, now) not in (Presence.ABSENT, Presence.WAITING_FOR_ROOM):
+                    continue
+                if len(self._jobs) >= NUM_READERS - 1 or not self._table.may_prefetch(wanted):
                     return
-                if self._table.presence(ref, now) in (Presence.ABSENT, Presence.WAITING_FOR_ROOM):
-                    if not self._table.begin(ref, now, wanted):
-                        return
-                    self._enqueue(_Job(ref, now, now, spared=wanted))
+                if not self._table.begin(ref, now, wanted):
+                    return
+                self._enqueue(_Job(ref, now, now, spared=wanted))
 
     def has(self, ref: AdapterRef) -> bool:
         """See `Residency.has`."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from punica_core.adapters import residency
-from punica_core.lora.cache import AdapterCache
+from punica_core.lora.cache import NUM_READERS, AdapterCache
 from punica_core.lora.gpu_tier import GpuAdapterTier
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
@@ -138,12 +138,12 @@ def test_the_host_tier_keeps_what_is_wanted_too(make_tier: MakeTier, adapters: M
     wait_until(lambda: host.has(refs[3]))
 
 
-def test_nothing_is_read_in_advance_while_all_readers_have_work(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+def test_a_reader_is_left_to_what_is_wanted_now(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
     tier = make_tier(ROOM * NUM_ELEMENTS)
     refs = add(adapters, 8)
     tier._host._closed = True  # nobody works
     tier._host.prefetch(refs, frozenset(refs))
-    assert len(tier._host._jobs) == 2
+    assert len(tier._host._jobs) == NUM_READERS - 1 > 0
 
 
 def test_a_load_in_advance_that_is_wanted_now_may_take_any_idle_place(
