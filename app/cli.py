@@ -117,6 +117,7 @@ def _bind(chosen: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _notice_vanished_clients(listener, chosen.send_timeout)
     try:
         listener.bind((chosen.host, chosen.port))
     except OSError as error:
@@ -127,6 +128,16 @@ def _bind(chosen: Settings) -> socket.socket:
             param="port",
         ) from None
     return listener
+
+
+def _notice_vanished_clients(listener: socket.socket, seconds: float) -> None:
+    """Have the system close connections, which inherit this, whose client's machine has said nothing for so long: one
+    that was switched off or unplugged closes nothing, and its requests would keep their seats."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 8)))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(seconds * 1000)))
 
 
 async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -195,3 +196,13 @@ def test_a_demo_that_cannot_be_prepared_is_a_configuration_error(monkeypatch: py
     demo_program(monkeypatch, "exit 1")
     with pytest.raises(ConfigError, match="--model"):
         demo.with_demo(Settings())
+
+
+def test_connections_of_clients_that_have_vanished_are_closed_by_the_system() -> None:
+    with cli._bind(Settings(model="m", port=0, send_timeout=40.0)) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as accepted:
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+            assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [20, 5, 40_000]
+            alive = [one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for one in (accepted, client)]
+            assert alive == [1, 0]
