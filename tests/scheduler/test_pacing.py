@@ -10,6 +10,7 @@ from punica_core.scheduler.pacing import MIN_CHUNK, STRETCH, Pacer, StepSizes
 from punica_core.scheduler.plan import SkipReason, StepPlan, StepWork
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
+from tests.support.residency import adapter_ref
 from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
 
 SIZES = StepSizes(decode=(2, 4, 8), beside_prompts=(0, 8), prompt_rows=(64, 128, 256, 512, 1024), max_prompts=4)
@@ -181,6 +182,20 @@ def test_nobody_waits_for_a_stream_whose_last_token_is_in_flight() -> None:
     rig.scheduler.schedule(rig.now)
     rig.add(new_sequence(1, prompt=60, max_tokens=2))
     assert prompt_tokens(rig.scheduler.schedule(rig.now)) == 60
+
+
+def test_equal_measurements_give_equal_plans() -> None:
+    def trace() -> list[StepWork]:
+        rig = paced_rig(target_seconds=0.3, num_slots=2, load_steps=1)
+        for i in range(12):
+            adapter = adapter_ref("abc"[i % 3]) if i % 4 else None
+            rig.add(new_sequence(i, prompt=5 + 3 * i, max_tokens=3 + i, adapter=adapter))
+        rig.run()
+        return [plan.work for plan in rig.plans]
+
+    first = trace()
+    assert first == trace()
+    assert len({work.prompt_rows for work in first if work.decode_rows}) > 2, "the case is too easy"
 
 
 class ShallowOnly(Pacer):
