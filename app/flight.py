@@ -13,6 +13,9 @@ from app.metrics import ModelMetrics
 from punica_core.errors import PunicaError, from_wire
 from punica_core.protocol import AdapterRef, FinishReason, LogprobTable, SamplingParams, SequenceOutput
 
+_NO_LOGPROBS = LogprobTable()
+"""Nobody changes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
@@ -78,6 +81,8 @@ class SequenceStream:
 
     def take_logprobs(self) -> LogprobTable:
         """The logprobs that arrived since the last call, one for each token if they were asked for."""
+        if not self.logprobs.token_ids:
+            return _NO_LOGPROBS
         logprobs, self.logprobs = self.logprobs, LogprobTable()
         return logprobs
 

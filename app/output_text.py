@@ -175,7 +175,8 @@ class OutputText:
         return Piece("".join(texts), self._listed(logprobs, shown), self._end(ended))
 
     def _add(self, logprobs: LogprobTable) -> None:
-        self._logprob_sum += sum(map(clamp, logprobs.own))
+        if logprobs.token_ids:
+            self._logprob_sum += sum(map(clamp, logprobs.own))
 
     def _shown(self, token_ids: list[int]) -> list[int]:
         """Without the stop token at the end, which is no part of the text unless asked for."""

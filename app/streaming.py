@@ -124,27 +124,33 @@ class GenerationResponse(Response):
                 if changed and not begun:
                     begun = True
                     self._begin()
-                events = self._events(pieces)
-                while not events.is_done:
-                    body = await events.next()
+                chunks, cost = self._chunks(pieces)
+                if cost <= LONG_TEXT:  # the usual case, in as few turns of this loop as can be
+                    body = b"".join(chunks)
                     if body or not changed:
                         await send({"type": "http.response.body", "body": body or _KEEP_ALIVE, "more_body": True})
                         silence.broken()
+                    continue
+                parts = _Parts(chunks, cost)
+                while not parts.is_done:
+                    await send({"type": "http.response.body", "body": await parts.next(), "more_body": True})
+                    silence.broken()
                     self._check_reader()
         finally:
             silence.end()
         last = self._answer.usage_chunk(self._job, self._outputs) + DONE if self._include_usage else DONE
         await send({"type": "http.response.body", "body": last})
 
-    def _events(self, pieces: list[tuple[int, Piece]]) -> _Parts:
-        """The events of pieces. A slow client's may have gathered, and a choice's first has its prompt's logprobs."""
+    def _chunks(self, pieces: list[tuple[int, Piece]]) -> tuple[Iterator[bytes], int]:
+        """The events of pieces, and what it costs to write them. A slow client's may have gathered, and a choice's
+        first has its prompt's logprobs."""
         told = [(index, piece) for index, piece in pieces if not piece.is_empty]
-        cost = sum(_cost(piece) for _, piece in told)
+        cost = sum([_cost(piece) for _, piece in told])
         for index, _ in told:
             if index not in self._begun:
                 self._begun.add(index)
                 cost += _prompt_cost(self._outputs[index])
-        return _Parts(itertools.chain.from_iterable(self._answer.chunks(index, piece) for index, piece in told), cost)
+        return itertools.chain.from_iterable([self._answer.chunks(index, piece) for index, piece in told]), cost
 
     def _check_reader(self) -> None:
         """Raise ClientGone if nobody takes what is sent: an answer of many parts need not be written to its end."""
@@ -163,9 +169,9 @@ class GenerationResponse(Response):
         try:
             for sequence in changed:
                 output = self._outputs[sequence.index]
-                before = output.completion_tokens
+                size -= output.completion_tokens
                 pieces.append((sequence.index, output.read()))
-                size += output.completion_tokens - before
+                size += output.completion_tokens
                 while output.has_more or size > READ_TOKENS:
                     size = 0
                     await asyncio.sleep(0)
@@ -224,7 +230,7 @@ class _Parts:
 
 def _cost(piece: Piece) -> int:
     """Of writing it as JSON, in characters of text."""
-    return len(piece.text) + _table_cost(piece.logprobs)
+    return len(piece.text) + (_table_cost(piece.logprobs) if piece.logprobs.token_ids else 0)
 
 
 def _prompt_cost(output: OutputText) -> int:
