@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from punica_core.protocol import LogprobTable, TokenLogprobs
 
@@ -35,6 +34,10 @@ def sliced(tables: Iterable[LogprobTable]) -> Iterator[LogprobTable]:
     """The rows of tables in small tables, so that few of them are objects at a time."""
     for table in tables:
         count = max(1, SLICE_VALUES // table.width)
+        if len(table) <= count:
+            if table.token_ids:
+                yield table
+            continue
         for start in range(0, len(table), count):
             yield table.part(start, start + count)
 
@@ -83,8 +86,7 @@ def _prompt_entry(entry: TokenLogprobs, alternatives: int, token_bytes: TokenByt
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Some tokens of a completion's choice. entries: None for the very first token of a prompt, which has none."""
 
     ids: Sequence[int]
@@ -123,16 +125,13 @@ class CompletionLogprobs:
         self._is_special = is_special
         self._prompt = prompt
         self._offset = 0
-
-    @property
-    def columns(self) -> dict[str, Callable[[Rows], list[Any]]]:
-        """What makes each of the lists, by its name."""
-        return {
+        self.columns: dict[str, Callable[[Rows], list[Any]]] = {
             "tokens": lambda rows: [token_text(self._token_bytes(token_id)) for token_id in rows.ids],
             "token_logprobs": lambda rows: [entry and clamp(entry.logprob) for entry in rows.entries],
             "top_logprobs": lambda rows: [entry and self._alternatives_of(entry) for entry in rows.entries],
             "text_offset": self._offsets,
         }
+        """What makes each of the lists, by its name."""
 
     def lists(self, rows: Rows) -> dict[str, list[Any]]:
         """The lists of these tokens, which follow those of the last call."""

@@ -12,6 +12,7 @@ stands for the missing terminal outputs.
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+@functools.cache
+def _forms(width: int) -> tuple[struct.Struct, struct.Struct]:
+    """A row's token ids and logprobs."""
+    return struct.Struct(f"<{width}i"), struct.Struct(f"<{width}f")
+
+
 class LogprobTable(msgspec.Struct, array_like=True, gc=False):
     """Logprobs of consecutive tokens, each with as many alternatives: a sequence of `TokenLogprobs`, in 8 bytes a value
     where objects take some 110.
@@ -177,7 +184,7 @@ class LogprobTable(msgspec.Struct, array_like=True, gc=False):
     def of(cls, entries: Sequence[TokenLogprobs]) -> LogprobTable:
         """Raises ValueError unless all entries have as many alternatives."""
         table = cls(1 + len(entries[0].top)) if entries else cls()
-        form = struct.Struct(f"<{table.width}i"), struct.Struct(f"<{table.width}f")
+        form = _forms(table.width)
         for entry in entries:
             if 1 + len(entry.top) != table.width:
                 raise ValueError(f"{len(entry.top)} alternatives among entries of {table.width - 1}")
@@ -189,10 +196,11 @@ class LogprobTable(msgspec.Struct, array_like=True, gc=False):
         return len(self.token_ids) // (_VALUE_BYTES * self.width)
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        form = f"<{self.width}i", f"<{self.width}f"
-        rows = zip(struct.iter_unpack(form[0], self.token_ids), struct.iter_unpack(form[1], self.values), strict=True)
-        for ids, values in rows:
-            yield TokenLogprobs(ids[0], values[0], list(zip(ids[1:], values[1:], strict=True)))
+        form = _forms(self.width)
+        for ids, values in zip(form[0].iter_unpack(self.token_ids), form[1].iter_unpack(self.values), strict=True):
+            pairs = [*zip(ids, values, strict=True)]
+            token_id, logprob = pairs.pop(0)
+            yield TokenLogprobs(token_id, logprob, pairs)
 
     def extend(self, other: LogprobTable) -> None:
         """Append the rows of a table of the same width; an empty one takes any."""
