@@ -52,24 +52,34 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert not {other.slot for other in gone} & {slot for _, slot, _ in self.pinned}
         self.take_out(gone)
 
+    def is_staying(self, ref: AdapterRef) -> bool:
+        return self.table.presence(ref, self.now) is Presence.RESIDENT
+
     def take_out(self, gone: Iterable[Resident]) -> None:
         for resident in gone:
             assert self.held.pop(resident.slot) == resident.adapter_key
 
     @precondition(lambda self: self.loading)
-    @rule(data=st.data(), nbytes=st.integers(1, 12), content=st.integers(0, 4))
-    def advance(self, data: st.DataObject, nbytes: int, content: int) -> None:
+    @rule(
+        data=st.data(),
+        nbytes=st.integers(1, 12),
+        content=st.integers(0, 4),
+        spared=st.sampled_from([[], REFS[:4], REFS]),
+    )
+    def advance(self, data: st.DataObject, nbytes: int, content: int, spared: list[AdapterRef]) -> None:
         ref = data.draw(st.sampled_from(sorted(self.loading, key=REFS.index)))
         if not self.loading[ref]:
             evictions = self.table.evictions
             # A version that waited for room has its reservation, of the size it waited with.
-            if self.table.reserve(ref, nbytes, self.now):
+            staying = {version for version in spared if self.is_staying(version)}
+            if self.table.reserve(ref, nbytes, self.now, spared):
                 self.loading[ref] = nbytes
             elif self.table._loads[ref].reserved:
                 self.loading[ref] = self.table._loads[ref].reserved
             else:
                 self.table.wait(ref, nbytes)
                 del self.loading[ref]
+            assert all(map(self.is_staying, staying)), "one that is spared was set apart"
             assert self.table.evictions == evictions, "nobody leaves before the newcomer is there"
         elif content == 0:
             self.table.fail(ref, ERROR, self.now)

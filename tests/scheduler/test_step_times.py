@@ -106,6 +106,17 @@ def test_a_device_that_becomes_slower_is_noticed() -> None:
     assert all(1.0 <= times.at_most(work) / seconds_of(work, 3.0) < 1.5 for work in WORKS)
 
 
+def test_whatever_is_measured_the_estimate_stays_one() -> None:
+    """No number overflows, none becomes negative, and certainty stays a covariance."""
+    rng, times = random.Random(2), StepTimes()
+    for _ in range(5000):
+        times.observe(random_work(rng), rng.choice([1e-5, 5e-3, 5e-3, 1.0, 100.0]))
+        assert all(0 <= value < 1e6 for value in times._mean)
+    covariance = np.array(times._covariance)
+    assert np.allclose(covariance, covariance.T)
+    assert np.linalg.eigvalsh(covariance).min() > 0
+
+
 def test_one_absurd_first_step_is_forgotten() -> None:
     times = StepTimes()
     times.observe(StepWork(1), 30.0)
