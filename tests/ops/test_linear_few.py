@@ -26,6 +26,8 @@ SHAPES = {
     "odd widths": (5, 1000, 75),
     "narrow": (2, 8, 5),
     "several tiles a block": (7, 520, 400),
+    "whole rings": (6, 4096, 224),
+    "whole rings, short tiles": (6, 2048, 208),
 }
 """T, I, O."""
 
@@ -102,7 +104,7 @@ def test_shapes_of_a_model_in_a_graph_of_dependent_launches(rows: int, width: in
     ("text", "broken"),
     [
         ("place.tile += gridDim.x;", "place.tile += 1;"),
-        ("column < params.in_features && row", "row"),
+        ("kWhole || column < params.in_features", "true"),
         ("  wait_for_previous();\n", ""),
         ("ring.weight[slot][2 * i + 1]", "ring.weight[slot][2 * i]"),
     ],

@@ -23,42 +23,54 @@ struct LinearRing {
   Vec8 x[kDepth];                      // row g
 };
 
-// Which chunk of which tile a warp loads next.
+// The kDepth chunks that a warp loads next, all of one tile.
 struct LinearPlace {
   int tile;
-  int chunk;  // of this warp
+  int chunk;  // of this warp, the first of them
 };
 
-template <typename T, int kTileRows, int kDepth>
+// kWhole: chunks and tiles are all whole, and so are rings of chunks. Else addresses are kept within the weight, and x is zero
+// where there are no columns; rows of the output that do not exist are not stored.
+template <typename T, int kTileRows, int kDepth, bool kWhole>
 struct LinearWork {
+  static constexpr int kStride = kLinearWarps * kLinearChunk;  // columns from one chunk of a warp to its next
+
   LinearParams const& params;
-  int chunks;  // of a warp and tile, rounded up to the depth of the ring
-  int lane = threadIdx.x % 32;
-  int warp = threadIdx.x / 32;
+  int chunks;  // of a warp and tile, rounded up to whole rings
 
-  __device__ int column_of(int chunk) const { return (chunk * kLinearWarps + warp) * kLinearChunk + lane % 4 * 8; }
-
-  __device__ void load_weight(Vec8 (&out)[kTileRows / 8], LinearPlace const& place) const {
-    int const column = column_of(place.chunk);
-#pragma unroll
-    for (int i = 0; i < kTileRows / 8; ++i) {
-      int const row = place.tile * kTileRows + lane / 4 + 8 * i;
-      bool const exists = column < params.in_features && row < params.out_features;
-      T const* const source =
-          static_cast<T const*>(params.weight) + static_cast<int64_t>(row) * params.in_features + column;
-      out[i] = exists ? from_raw(load16<Source::kConstant>(source)) : zero8();
-    }
+  __device__ int column_of(int chunk) const {
+    int const thread = threadIdx.x;
+    return chunk * kStride + thread / 32 * kLinearChunk + thread % 4 * 8;
   }
 
-  __device__ void load_x(Vec8& out, LinearPlace const& place) const {
-    int const column = column_of(place.chunk);
-    bool const exists = column < params.in_features && lane / 4 < params.num_rows;
-    T const* const source = static_cast<T const*>(params.x) + lane / 4 * params.x_stride + column;
-    out = exists ? from_raw(load16<Source::kActivation>(source)) : zero8();
+  // The rows of a tile that this lane loads are eight apart.
+  __device__ T const* weight_at(LinearPlace const& place, int index) const {
+    int row = place.tile * kTileRows + static_cast<int>(threadIdx.x % 32) / 4 + 8 * index;
+    if constexpr (!kWhole) row = min(row, params.out_features - 1);
+    return static_cast<T const*>(params.weight) + static_cast<int64_t>(row) * params.in_features;
+  }
+
+  // Columns of rows that do not exist are computed and thrown away.
+  __device__ T const* x_row() const {
+    int const row = min(static_cast<int>(threadIdx.x % 32) / 4, params.num_rows - 1);
+    return static_cast<T const*>(params.x) + row * params.x_stride;
+  }
+
+  __device__ int inside(int column) const { return kWhole ? column : min(column, params.in_features - 8); }
+
+  __device__ void load_weight(Vec8 (&out)[kTileRows / 8], T const* const (&rows)[kTileRows / 8], int column) const {
+#pragma unroll
+    for (int i = 0; i < kTileRows / 8; ++i) out[i] = from_raw(load16<Source::kConstant>(rows[i] + inside(column)));
+  }
+
+  __device__ void load_x(Vec8& out, T const* row, int column) const {
+    bool const exists = kWhole || column < params.in_features;
+    out = exists ? from_raw(load16<Source::kActivation>(row + inside(column))) : zero8();
   }
 
   __device__ void advance(LinearPlace& place) const {
-    if (++place.chunk < chunks) return;
+    place.chunk += kDepth;
+    if (place.chunk < chunks) return;
     place.chunk = 0;
     place.tile += gridDim.x;
   }
@@ -86,21 +98,22 @@ __device__ inline void finish_tile(LinearParams const& params, LinearSums<kTileR
   static_cast<T*>(params.y)[row * params.y_stride + column] = static_cast<T>(sum);
 }
 
-template <typename T, int kTileRows, int kDepth>
+template <typename T, int kTileRows, int kDepth, bool kWhole>
 __global__ void __launch_bounds__(kLinearThreads, 1) linear_few_kernel(const __grid_constant__ LinearParams params) {
   static_assert(kTileRows * kLinearRows <= kLinearThreads);
   __shared__ LinearSums<kTileRows> shared[2];
-  int const all_chunks = (params.in_features + kLinearChunk - 1) / kLinearChunk;
-  int const chunks = round_up((all_chunks + kLinearWarps - 1) / kLinearWarps, kDepth);
+  using Work = LinearWork<T, kTileRows, kDepth, kWhole>;
+  int const all_chunks = (params.in_features + Work::kStride - 1) / Work::kStride;
+  Work const work{params, round_up(all_chunks, kDepth)};
   int const tiles = (params.out_features + kTileRows - 1) / kTileRows;
-  LinearWork<T, kTileRows, kDepth> const work{params, chunks};
   LinearRing<kTileRows, kDepth> ring;
   LinearPlace ahead{static_cast<int>(blockIdx.x), 0};
+  T const* rows[kTileRows / 8];
+
 #pragma unroll
-  for (int slot = 0; slot < kDepth; ++slot) {
-    work.load_weight(ring.weight[slot], ahead);
-    work.advance(ahead);
-  }
+  for (int i = 0; i < kTileRows / 8; ++i) rows[i] = work.weight_at(ahead, i);
+#pragma unroll
+  for (int slot = 0; slot < kDepth; ++slot) work.load_weight(ring.weight[slot], rows, work.column_of(slot));
   int const first_row = blockIdx.x * kTileRows + threadIdx.x;
   if (threadIdx.x < kTileRows && first_row < params.out_features) {
     int const row_bytes = params.in_features * static_cast<int>(sizeof(T));
@@ -109,25 +122,31 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_few_kernel(const __g
   }
   wait_for_previous();
   start_next();  // compiled kernels behind this one rely on all that came before it having ended
-  ahead = {static_cast<int>(blockIdx.x), 0};
+  T const* const x_row = work.x_row();
 #pragma unroll
-  for (int slot = 0; slot < kDepth; ++slot) {
-    work.load_x(ring.x[slot], ahead);
-    work.advance(ahead);
-  }
+  for (int slot = 0; slot < kDepth; ++slot) work.load_x(ring.x[slot], x_row, work.column_of(slot));
+  work.advance(ahead);
+
   int parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
     float sums[kTileRows / 16][4] = {};
-    for (int chunk = 0; chunk < chunks; chunk += kDepth) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < work.chunks; chunk += kDepth) {
+      bool const has_next = ahead.tile < tiles;
+#pragma unroll
+      for (int i = 0; i < kTileRows / 8; ++i) rows[i] = work.weight_at(ahead, i);
+      int const column = work.column_of(ahead.chunk);
 #pragma unroll
       for (int slot = 0; slot < kDepth; ++slot) {
 #pragma unroll
         for (int i = 0; i < kTileRows / 16; ++i)
           mma_16x8x32<T>(sums[i], ring.weight[slot][2 * i], ring.weight[slot][2 * i + 1], ring.x[slot]);
-        work.load_weight(ring.weight[slot], ahead);
-        work.load_x(ring.x[slot], ahead);
-        work.advance(ahead);
+        if (has_next) {
+          work.load_weight(ring.weight[slot], rows, column + slot * Work::kStride);
+          work.load_x(ring.x[slot], x_row, column + slot * Work::kStride);
+        }
       }
+      work.advance(ahead);
     }
     finish_tile<T, kTileRows>(params, shared[parity], sums, tile);
   }
@@ -140,16 +159,23 @@ inline double linear_fill(int out_features, int tile_rows, int num_sms) {
   return static_cast<double>(tiles) / (static_cast<double>(rounds) * num_sms);
 }
 
+template <typename T, int kTileRows>
+cudaError_t launch_linear_few_with(LinearParams const& params, LaunchConfig const& config) {
+  constexpr int kDepth = 4;
+  bool const whole = params.in_features % (kDepth * kLinearWarps * kLinearChunk) == 0 &&
+                     params.out_features % kTileRows == 0;
+  int const tiles = (params.out_features + kTileRows - 1) / kTileRows;
+  return launch(whole ? linear_few_kernel<T, kTileRows, kDepth, true> : linear_few_kernel<T, kTileRows, kDepth, false>,
+                tiles < config.num_sms ? tiles : config.num_sms, kLinearThreads, params, config);
+}
+
 template <typename T>
 cudaError_t launch_linear_few(LinearParams const& params, LaunchConfig const& config) {
   if (params.num_rows == 0 || params.out_features == 0) return cudaSuccess;
   constexpr double kWorth = 0.05;  // taller tiles read x half as often
   bool const tall = linear_fill(params.out_features, 32, config.num_sms) + kWorth >=
                     linear_fill(params.out_features, 16, config.num_sms);
-  int const tile_rows = tall ? 32 : 16;
-  int const tiles = (params.out_features + tile_rows - 1) / tile_rows;
-  return launch(tall ? linear_few_kernel<T, 32, 4> : linear_few_kernel<T, 16, 4>, min(tiles, config.num_sms),
-                kLinearThreads, params, config);
+  return tall ? launch_linear_few_with<T, 32>(params, config) : launch_linear_few_with<T, 16>(params, config);
 }
 
 }  // namespace punica
