@@ -232,7 +232,6 @@ constexpr int kDecodeWarps = 16;  // that a multiprocessor has room for
 template <typename T, int kHeadDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kDecodeWarps / kWarps)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params) {
-  start_next();
   __shared__ DecodeShared<kHeadDim, kWarps> shared;
   int const seq = blockIdx.x / params.num_kv_heads;
   int const kv_head = blockIdx.x % params.num_kv_heads;
@@ -259,6 +258,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDecodeWarps / kWarps)
     load_values(tile, rows_of(params.values, id), params.token_stride, kDecodeBlock);
   }
   wait_for_previous();
+  start_next();  // compiled kernels behind this one rely on all that came before it having ended
   if (own_blocks > 0 && is_written) {
     load_keys(tile, rows_of(params.keys, id), params.token_stride);
     load_values(tile, rows_of(params.values, id), params.token_stride, range.num_tokens - token_of(0));

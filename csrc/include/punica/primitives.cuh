@@ -57,7 +57,8 @@ __device__ inline uint32_t transposed_8x8(uint32_t pair) {
 // Programmatic dependent launch. After wait_for_previous() all writes of the kernel before are visible; start_next() lets the
 // next kernel's blocks start as soon as every block of this one has called it. Every block waits at some time, also one
 // without work: else a kernel could end before the one before it, and the kernel after would start too early. Before the
-// wait only plan, table and arena may be read.
+// wait only plan, table and arena may be read. A compiled kernel waits only before it reads what the kernel right in front of
+// it wrote, so a kernel that it may follow calls start_next() after its own wait, unless all it writes is what that one reads.
 __device__ inline void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
