@@ -25,6 +25,8 @@ __all__ = ["AdapterManifest", "LoraModule", "ModelShapes", "TokenRows", "build_m
 MAX_PATH_LENGTH = 160
 MAX_LOOKUPS = 4_000_000
 """Modules times patterns: a few seconds of a reader thread that holds the GIL."""
+MAX_MATCHING_STEPS = 4_000_000_000
+"""Of all patterns with all modules, at most about 1 ns each."""
 SAMPLES = 3
 
 Entries = Mapping[TensorRole, TensorEntry]
@@ -163,6 +165,12 @@ def build_manifest(settings: LoraSettings, tensors: Mapping[str, TensorEntry]) -
             f"{len(by_path)} modules and {settings.num_patterns} entries of rank_pattern and alpha_pattern are "
             f"{lookups} comparisons; at most {MAX_LOOKUPS} are made."
         )
+    steps = settings.matching_steps(by_path)
+    if steps > MAX_MATCHING_STEPS:
+        raise AdapterTooLarge(
+            f"rank_pattern and alpha_pattern could take {steps} steps to match with {len(by_path)} modules; at most "
+            f"{MAX_MATCHING_STEPS} are made. Name the modules there, or use fewer of * + ? and |."
+        )
     modules = _pairs(settings, by_path, TensorRole.LORA_A, TensorRole.LORA_B)
     embeddings = _pairs(settings, by_path, TensorRole.EMBEDDING_A, TensorRole.EMBEDDING_B)
     _check_parts_of_pairs(settings, by_path, {**modules, **embeddings})
@@ -251,7 +259,7 @@ def _module(settings: LoraSettings, path: str, roles: Entries, role_a: TensorRol
                 f"{shorten(entry.name)!r} has the shape {list(entry.shape)}; {role_b} {list(b.shape)} asks for "
                 f"[{b.shape[0]}]."
             )
-    return LoraModule(path, settings.scale_of(path), a, b, magnitude, b_bias)
+    return LoraModule(path, settings.scale_of(path, rank), a, b, magnitude, b_bias)
 
 
 def _check_parts_of_pairs(

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from punica_core.adapters.format import ModelShapes, build_manifest
+from punica_core.adapters.format import AdapterManifest, ModelShapes, build_manifest
 from punica_core.adapters.header import TensorEntry, parse_header
 from punica_core.adapters.peft_config import parse_config
 from punica_core.errors import AdapterInvalid, AdapterTooLarge
@@ -98,6 +99,59 @@ def test_too_many_patterns_for_so_many_modules_are_refused() -> None:
     names = [f"m{index}.lora_{half}.weight" for index in range(1001) for half in "AB"]
     with pytest.raises(AdapterTooLarge, match="1001 modules and 4000 entries"):
         build_manifest(settings, {name: TensorEntry(name, "F32", (1, 1), 0, 4) for name in names})
+
+
+def manifest_of(paths: list[str], **patterns: dict[str, int]) -> AdapterManifest:
+    """Of an adapter of rank 1 on linears at `paths`."""
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1} | patterns
+    tensors = {}
+    for path in paths:
+        for half in "AB":
+            name = f"{path}.lora_{half}.weight"
+            tensors[name] = TensorEntry(name, "F32", (1, 1), 0, 4)
+    return build_manifest(parse_config(json.dumps(config).encode()), tensors)
+
+
+HOSTILE_PATTERNS: dict[str, list[str]] = {
+    "two groups that repeat": [f"(.*)(.*)x{i}" for i in range(64)],
+    "alternatives that all match": [f"(.|.|.|.|.|.|.|.|.)(.|.|.|.|.|.|.|.|.).*.*x{i}" for i in range(8)],
+    "dots": ["." * 140 + f"x{i}" for i in range(2000)],
+}
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("names", HOSTILE_PATTERNS.values(), ids=HOSTILE_PATTERNS.keys())
+def test_patterns_that_would_take_minutes_are_refused_at_once(names: list[str], key: str) -> None:
+    """A reader's thread that matches them holds up everybody."""
+    paths = [f"{i:04d}".ljust(150, ".") + "z" for i in range(1000)]
+    start = time.process_time()
+    with pytest.raises(AdapterTooLarge, match=r"could take \d{10,} steps to match with 1000 modules; at most"):
+        manifest_of(paths, **{key: dict.fromkeys(names, 1)})
+    assert time.process_time() - start < 10, "most of it goes into compiling 2000 patterns"
+
+
+def test_no_step_of_matching_takes_longer_than_is_counted_on() -> None:
+    paths = ["." * 150 + "z", "a." * 75]
+    for names in HOSTILE_PATTERNS.values():
+        settings = parse_config(
+            json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": {names[0]: 2}}).encode()
+        )
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            assert [settings.rank_of(path) for path in paths] == [1, 1]
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 10e-9 * settings.matching_steps(paths) + 1e-4
+
+
+def test_patterns_of_the_largest_models_are_far_below_the_bound() -> None:
+    leaves = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    leaves += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    paths = [f"model.layers.{layer}.{leaf}" for layer in range(126) for leaf in leaves]
+    manifest = manifest_of(paths, rank_pattern=dict.fromkeys(paths, 1), alpha_pattern=dict.fromkeys(paths, 2))
+    assert {module.scale for module in manifest.modules.values()} == {2.0}
+    ranges = {rf".*layers\.({i}|{i + 1}|{i + 2})\..*q_proj": 1 for i in range(0, 126, 2)}
+    assert len(manifest_of(paths, rank_pattern=ranges).modules) == len(paths)
 
 
 class Marker:

@@ -188,7 +188,7 @@ def test_a_thousand_mutated_adapters_are_served_right_or_refused(fuzzer: Fuzzer)
 
 BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "another scale": lambda patch: patch.setattr(
-        "punica_core.adapters.peft_config.LoraSettings.scale_of", lambda settings, path: settings.lora_alpha
+        "punica_core.adapters.peft_config.LoraSettings.scale_of", lambda settings, *module: settings.lora_alpha
     ),
     "patterns ignored": lambda patch: patch.setattr(
         "punica_core.adapters.peft_config.LoraSettings.alpha_of", lambda settings, path: settings.lora_alpha
