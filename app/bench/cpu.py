@@ -140,19 +140,22 @@ def cases(streams: Sequence[int], adapters: Sequence[str], switched: int) -> lis
 
 
 def aims(figures: dict[str, Figures], streams: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Ratios that the project aims at, by wall clock and by CPU time: > 1 is faster (or cheaper), except for costs."""
+    """Ratios that the project aims at, by wall clock and by CPU time: > 1 is faster (or cheaper), except for costs.
 
-    def both(ours: str, theirs: str) -> dict[str, float]:
-        a, b = figures[ours], figures[theirs]
-        return {"wall": a.tokens_per_second / b.tokens_per_second, "cpu": b.cpu_ms_per_token / a.cpu_ms_per_token}
-
-    found = {"1 stream / transformers": both("ours, base, 1 stream", "transformers, base, 1 stream")}
+    Those of which both sides were timed.
+    """
+    pairs = {"1 stream / transformers": ("ours, base, 1 stream", "transformers, base, 1 stream")}
     for count in streams:
         ours = f"ours, 4 adapters, {count} streams"
-        found[f"{count} streams / PEFT one at a time"] = both(ours, "PEFT, 4 adapters, one at a time")
-        found[f"{count} streams / PEFT batch of {count}"] = both(ours, f"PEFT, 4 adapters, batch of {count}")
-        speed = both(ours, f"ours, base, {count} streams")
-        found[f"cost of 4 adapters, {count} streams"] = {kind: 1 / value - 1 for kind, value in speed.items()}
+        pairs[f"{count} streams / PEFT one at a time"] = (ours, "PEFT, 4 adapters, one at a time")
+        pairs[f"{count} streams / PEFT batch of {count}"] = (ours, f"PEFT, 4 adapters, batch of {count}")
+        pairs[f"cost of 4 adapters, {count} streams"] = (ours, f"ours, base, {count} streams")
+    found = {}
+    for name, (ours, theirs) in pairs.items():
+        if ours in figures and theirs in figures:
+            a, b = figures[ours], figures[theirs]
+            ratio = {"wall": a.tokens_per_second / b.tokens_per_second, "cpu": b.cpu_ms_per_token / a.cpu_ms_per_token}
+            found[name] = {k: 1 / v - 1 for k, v in ratio.items()} if name.startswith("cost") else ratio
     return found
 
 
@@ -177,6 +180,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--switched", type=int, default=4, help="prompts timed one at a time (default: 4)")
+    parser.add_argument("--only", default="", help="time only what has this in its name, such as '1 stream'")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of either side (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/cpu.json"))
@@ -196,7 +200,7 @@ def main(options: argparse.Namespace) -> int:
             "contender_bytes_two_bases": resident_bytes(contender.process.pid),
         }
     ratios = aims(figures, options.streams)
-    settings = {key: value for key, value in vars(options).items() if isinstance(value, int | tuple)}
+    settings = {key: value for key, value in vars(options).items() if isinstance(value, int | tuple) or key == "only"}
     report = {
         "provenance": before | {"load_average_after": record.provenance()["load_average"]},
         "settings": settings,
@@ -213,7 +217,10 @@ def main(options: argparse.Namespace) -> int:
 def measure_all(options: argparse.Namespace, ours: Ours, contender: Contender) -> dict[str, Figures]:
     """Every case `repeats` times, in turns, after one short untimed round. Prompts never repeat, so that no prefix
     cache helps."""
-    todo = cases(options.streams, contender.adapters[:4], options.switched)
+    every = cases(options.streams, contender.adapters[:4], options.switched)
+    todo = [case for case in every if options.only in case.label]
+    if not todo:
+        raise ConfigError(f"No case has {options.only!r} in its name.", param="only")
     figures = {case.label: Figures() for case in todo}
     for repeat in range(-1, options.repeats):
         for index, case in enumerate(todo):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from punica_core.config import BLOCK_SIZE, EngineConfig
 from punica_core.engine.step_inputs import LogitsRange, StepInputs, build_inputs, samples_token, scored_prompt_tokens
 from punica_core.errors import ConfigError
+from punica_core.lora.layers import LoRALinear
+from punica_core.lora.linear import FEW_ROWS
 from punica_core.lora.segmented import SegmentedLoRA
+from punica_core.lora.threads import Threads
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention import PagedAttention
 from punica_core.model.loader import LoadedModel
@@ -76,6 +80,15 @@ def allocate_kv_cache(loaded: LoadedModel, num_blocks: int) -> Tensor:
     )
 
 
+def share_threads(model: nn.Module) -> Threads:
+    """Let the base products of a model's LoRA-aware linears choose between one thread and all that torch has now."""
+    threads = Threads(torch.get_num_threads())
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.product = threads.linear
+    return threads
+
+
 class ModelRunner:
     """Executes plans on one model, each when it is launched: a CPU has nothing to do meanwhile.
 
@@ -98,6 +111,7 @@ class ModelRunner:
         self._weights_of = weights_of
         self._sampler = sampler
         head_bias = None if loaded.head is None else loaded.base_weights.bias(loaded.head.paths[0])
+        self._threads = share_threads(loaded.model) if loaded.device.type == "cpu" else None
         self._lora = SegmentedLoRA(loaded.groups, layout_bytes, loaded.device, loaded.head, head_bias)
 
     def launch(self, plan: StepPlan) -> CompletedStep:
@@ -109,32 +123,50 @@ class ModelRunner:
         if not plan.rows:
             return StepResult()
         result = StepResult()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads_for(plan.num_tokens) as threads:
             inputs = build_inputs(plan, self._weights_of, self._loaded.device)
-            logits = self._forward(inputs)
+            logits = self._forward(inputs, threads)
+            if threads is not None and logits.size(0) > 1:
+                threads.use_all()
             usable = _usable(inputs.logits, logits, result)
             self._sample(usable, logits, result)
             self._score_prompts(usable, logits, result)
         return result
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    @contextlib.contextmanager
+    def _threads_for(self, num_tokens: int) -> Iterator[Threads | None]:
+        """Run a step of few rows on one thread but for what is worth all; None if it is not one of those."""
+        threads = self._threads
+        if threads is None or num_tokens > FEW_ROWS:
+            yield None
+            return
+        threads.use_one()
+        try:
+            yield threads
+        finally:
+            threads.use_all()
+
+    def _forward(self, inputs: StepInputs, threads: Threads | None) -> Tensor:
         """Logits [n, V] fp32 of the rows that need them."""
         loaded = self._loaded
         loaded.lora.step = self._lora.step(inputs.segments)
         loaded.head_lora.step = self._lora.head_step(inputs.logit_segments)
         loaded.embedding_lora.step = self._lora.embedding_step(inputs.segments)
         try:
-            output = loaded.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=inputs.logit_rows,
-                paged=PagedAttention(self._kv_cache, inputs.kv_rows),
-            )
+            paged = PagedAttention(self._kv_cache, inputs.kv_rows, threads)
+            if loaded.lean is not None:
+                logits = loaded.lean(inputs.input_ids, inputs.position_ids, inputs.logit_rows, paged)
+            else:
+                logits = loaded.model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    use_cache=False,
+                    logits_to_keep=inputs.logit_rows,
+                    paged=paged,
+                ).logits[0]
         finally:
             loaded.lora.step = loaded.head_lora.step = loaded.embedding_lora.step = None
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return logits.float()
 
     def _sample(self, ranges: Sequence[LogitsRange], logits: Tensor, result: StepResult) -> None:
         sampling = [part for part in ranges if samples_token(part.row)]

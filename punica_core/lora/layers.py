@@ -154,19 +154,25 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., I] → [..., ΣO]."""
-        rows = x.reshape(-1, x.size(-1))
+        if x.dim() == 2:
+            return self._rows(x)
+        y = self._rows(x.reshape(-1, x.size(-1)))
+        return y.view(*x.shape[:-1], y.size(-1))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x: [T, I] → [T, ΣO]."""
         table_step, table = self.context.table_step, self.table
         # All that differs between layers of one shape is a tensor: compiled code serves them all.
         if table_step is not None and table is not None:
-            shrunk = table_step.shrink(table, self._out_features, rows)
-            y = self.product(rows, self.weight, self.bias)
-            table_step.expand(table, self._out_features, rows, shrunk, y)
+            shrunk = table_step.shrink(table, self._out_features, x)
+            y = self.product(x, self.weight, self.bias)
+            table_step.expand(table, self._out_features, x, shrunk, y)
         else:
-            y = self.product(rows, self.weight, self.bias)
+            y = self.product(x, self.weight, self.bias)
         step = self.context.step
         if step is not None:
-            step.add(self.group, rows, y)
-        return y.view(*x.shape[:-1], y.size(-1))
+            step.add(self.group, x, y)
+        return y
 
 
 class FusedProjection:

@@ -18,19 +18,20 @@ CPU_INFO = Path("/proc/cpuinfo")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · Wᵀ + b. x: [..., I]; weight: [O, I]; bias: [O] or None → [..., O], contiguous."""
     rows = x.numel() // x.size(-1)
-    if torch.compiler.is_compiling() or x.is_cuda or rows > FEW_ROWS or rows == 0 or not prefers_left_weight():
-        return functional.linear(x, weight, bias)
-    if rows == 1 and torch.get_num_threads() == 1:
-        return functional.linear(x, weight, bias)
-    return left_linear(x, weight, bias)
+    if 0 < rows <= FEW_ROWS and prefers_left_weight() and not (x.is_cuda or torch.compiler.is_compiling()):
+        return left_linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def left_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` as W · xᵀ, for at least one row. One row is computed as two equal ones: a product with two columns
-    read the weight faster than a matrix-vector product (a step took 8 to 14 % less on two cores)."""
+    reads the weight faster than a matrix-vector product (1.1 to 1.5 times on an AMD EPYC)."""
     rows = x.numel() // x.size(-1)
-    few = x.view(rows, -1) if rows > 1 else x.view(1, -1).repeat(2, 1)
-    y = torch.mm(weight, few.t()).t()[:rows].contiguous()
+    few = x.view(rows, -1)
+    if rows == 1:
+        y = torch.mm(weight, torch.cat((few, few)).t()).select(1, 0).contiguous()
+    else:
+        y = torch.mm(weight, few.t()).t().contiguous()
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], weight.size(0))

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from punica_core.lora.threads import LARGE_WORK, Threads
+
 ATTENTION_NAME = "punica_paged"
 
 
@@ -119,37 +121,29 @@ class KVRow:
 class PagedAttention:
     """Attention of one step. cache: [blocks, L, 2, P, K, D], contiguous; rows: all of the step, in order.
 
+    threads: given if torch is set to one thread, which large work may leave.
+
     Blocks that a row begins are cleared first, so that what is read of a block and masked is finite, whatever a
     failed sequence left there.
     """
 
-    def __init__(self, cache: Tensor, rows: Sequence[KVRow]) -> None:
+    def __init__(self, cache: Tensor, rows: Sequence[KVRow], threads: Threads | None = None) -> None:
         num_blocks, layers, _, block_size, _, _ = cache.shape
         self._layers = layers
-        self._block_size = block_size
+        self._threads = threads
         self._tokens = cache.view(num_blocks * layers * 2 * block_size, -1)
         self._halves = cache.view(num_blocks * layers * 2, -1)
         self._head_shape = cache.shape[-2:]
         _clear_begun(cache, rows, block_size)
-        self._slots = self._kv_slots(rows).to(cache.device)
+        self._slots = _kv_slots(rows, layers, block_size).to(cache.device).unbind()
         decode = [row for row in rows if row.count == 1]
         self._buckets = [
             _Bucket(part, block_size, len(rows) == len(part), cache.device) for part in _bucketed(decode, block_size)
         ]
         self._chunks = [_Chunk(row, block_size, cache.device) for row in rows if row.count > 1]
 
-    def _kv_slots(self, rows: Sequence[KVRow]) -> Tensor:
-        """Rows of `_tokens` where layer 0's keys of the step go: [T]."""
-        size = self._block_size
-        stride = self._layers * 2 * size
-        return torch.tensor(
-            [row.block_table[p // size] * stride + p % size for row in rows for p in range(row.start, row.end)]
-        )
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        slots = self._slots + layer * 2 * self._block_size
-        self._tokens.index_copy_(0, slots, key.flatten(1))
-        self._tokens.index_copy_(0, slots + self._block_size, value.flatten(1))
+        self._tokens.index_copy_(0, self._slots[layer], torch.cat((key.flatten(1), value.flatten(1))))
         if len(self._buckets) == 1 and not self._chunks and self._buckets[0].is_whole_step:
             return self._attend_bucket(self._buckets[0], layer, query, spec)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -160,24 +154,39 @@ class PagedAttention:
             out[rows] = self._attend_chunk(chunk, layer, query[rows], key[rows], value[rows], spec)
         return out
 
-    def _gather(self, blocks: Tensor, layer: int) -> Tensor:
-        """Keys and values [2, B, n·P, K, D] of a layer. blocks: as `_half_rows` gives them, [2, B, n]."""
-        found = self._halves.index_select(0, (blocks + layer * 2).flatten())
-        return found.view(2, blocks.size(1), -1, *self._head_shape)
+    def _gather(self, halves: Tensor, num_rows: int) -> Tensor:
+        """Keys and values [2, B, n·P, K, D] of a layer. halves: which halves of blocks, as `_half_rows` gives them."""
+        return self._halves.index_select(0, halves).view(2, num_rows, -1, *self._head_shape)
 
     def _attend_bucket(self, bucket: _Bucket, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """query: [B, H, D] → [B, H, D]."""
-        keys, values = self._gather(bucket.blocks(self._layers), layer)[:, :, : bucket.length].transpose(2, 3)
+        spread = self._spread(query.numel() * bucket.length)
+        found = self._gather(bucket.halves(self._layers)[layer], query.size(0))
+        keys, values = found[:, :, : bucket.length].transpose(2, 3).unbind()
         grouped = query.reshape(query.size(0), keys.size(1), -1, query.size(-1))
-        return scaled_dot_product(grouped, keys, values, bucket.mask(spec.window, query.dtype), spec).view(query.shape)
+        out = scaled_dot_product(grouped, keys, values, bucket.mask(spec.window, query.dtype), spec)
+        if spread:
+            spread.use_one()
+        return out.view(query.shape)
 
     def _attend_chunk(
         self, chunk: _Chunk, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     ) -> Tensor:
         """query: [count, H, D]; key, value: [count, K, D] → [count, H, D]."""
+        spread = self._spread(query.numel() * chunk.row.end)
         if chunk.row.start:
-            key, value = self._gather(chunk.blocks(self._layers), layer)[:, 0, : chunk.row.end]
-        return attend_causally(query, key, value, spec, chunk.mask(spec.window))
+            key, value = self._gather(chunk.halves(self._layers)[layer], 1)[:, 0, : chunk.row.end]
+        out = attend_causally(query, key, value, spec, chunk.mask(spec.window))
+        if spread:
+            spread.use_one()
+        return out
+
+    def _spread(self, work: int) -> Threads | None:
+        """Go from one thread to all if so many multiply-adds are worth it; then the caller must go back."""
+        if self._threads is None or work < LARGE_WORK:
+            return None
+        self._threads.use_all()
+        return self._threads
 
 
 class _Bucket:
@@ -193,13 +202,14 @@ class _Bucket:
         # Padding repeats the row's own first block: its numbers are finite if the row's are.
         tables = [_padded(row.block_table, -(-row.end // block_size), width) for row in rows]
         self._tables = torch.tensor(tables, device=device)
-        self._blocks: Tensor | None = None
+        self._halves: tuple[Tensor, ...] = ()
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def blocks(self, layers: int) -> Tensor:
-        if self._blocks is None:
-            self._blocks = _half_rows(self._tables, layers)
-        return self._blocks
+    def halves(self, layers: int) -> tuple[Tensor, ...]:
+        """By layer, where its keys and values lie: see `_half_rows`."""
+        if not self._halves:
+            self._halves = _half_rows(self._tables, layers)
+        return self._halves
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """[B, 1, 1, length], added to the scores; None if every row sees everything."""
@@ -224,13 +234,14 @@ class _Chunk:
     def __init__(self, row: KVRow, block_size: int, device: torch.device) -> None:
         self.row = row
         self._table = torch.tensor([list(row.block_table[: -(-row.end // block_size)])], device=device)
-        self._blocks: Tensor | None = None
+        self._halves: tuple[Tensor, ...] = ()
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def blocks(self, layers: int) -> Tensor:
-        if self._blocks is None:
-            self._blocks = _half_rows(self._table, layers)
-        return self._blocks
+    def halves(self, layers: int) -> tuple[Tensor, ...]:
+        """By layer, where its keys and values lie: see `_half_rows`."""
+        if not self._halves:
+            self._halves = _half_rows(self._table, layers)
+        return self._halves
 
     def mask(self, window: int | None) -> Tensor | None:
         if window not in self._masks:
@@ -305,10 +316,22 @@ def _padded(block_table: Sequence[int], used: int, width: int) -> list[int]:
     return [*block_table[:used], *([block_table[0]] * (width - used))]
 
 
-def _half_rows(tables: Tensor, layers: int) -> Tensor:
-    """Where layer 0's keys and values of blocks [B, n] lie among the halves of all blocks: [2, B, n]."""
-    keys = tables * (layers * 2)
-    return torch.stack((keys, keys + 1))
+def _kv_slots(rows: Sequence[KVRow], layers: int, block_size: int) -> Tensor:
+    """Where the step's keys [T] and then its values [T] go among the tokens of all halves of blocks: [L, 2·T]."""
+    stride = layers * 2 * block_size
+    keys = [
+        row.block_table[p // block_size] * stride + p % block_size for row in rows for p in range(row.start, row.end)
+    ]
+    of_layer = torch.arange(0, stride, 2 * block_size)[:, None]
+    return of_layer + torch.tensor(keys + [slot + block_size for slot in keys])
+
+
+def _half_rows(tables: Tensor, layers: int) -> tuple[Tensor, ...]:
+    """Where keys and values of blocks [B, n] lie among the halves of all blocks: for each layer [2·B·n]."""
+    keys = tables.flatten() * (layers * 2)
+    of_layer = torch.arange(0, layers * 2, 2, device=tables.device)[:, None]
+    halves: tuple[Tensor, ...] = (of_layer + torch.cat((keys, keys + 1))).unbind()
+    return halves
 
 
 def _clear_begun(cache: Tensor, rows: Sequence[KVRow], block_size: int) -> None:

@@ -21,6 +21,7 @@ from punica_core.model import attention
 from punica_core.model.attention import AttentionSpec
 from punica_core.model.base_weights import ModelBaseWeights
 from punica_core.model.fusing import install_embedding, install_head, install_lora
+from punica_core.model.lean import LeanForward, lean_forward
 from punica_core.model.norms import fuse_norms
 from punica_core.model.probe import probe_attention, reference_logits
 from punica_core.model.shapes import KVShape, decoder_layers_path, model_shapes, parameter_bytes
@@ -72,6 +73,7 @@ class LoadedModel:
     embedding_lora: EmbeddingContext
     module_shapes: ModelShapes
     base_bytes: int
+    lean: LeanForward | None
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -141,6 +143,7 @@ def prepare(model: nn.Module, model_dir: Path, limit: int) -> LoadedModel:
         embedding_lora=embedding_lora,
         module_shapes=shapes,
         base_bytes=parameter_bytes(model),
+        lean=lean_forward(model, attention_specs, num_heads, limit) if expected.device == CPU else None,
     )
 
 

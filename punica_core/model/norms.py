@@ -1,13 +1,12 @@
-"""Root-mean-square norms as one torch call each (Zhang and Sennrich 2019, arXiv 1910.07467).
+"""Root-mean-square norms in few torch calls (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-The modelling code spells them out in six small calls, which a decode step on a CPU pays for 2·L + 1 times.
+The modelling code spells them out in six calls and conversions, which a decode step on a CPU pays for 2·L + 1 times.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 _TOLERANCE = 1e-5
 
@@ -18,11 +17,14 @@ class FusedRMSNorm(nn.Module):  # type: ignore[misc]
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = eps
-        self._shape = tuple(weight.shape)
+        root = weight.numel() ** 0.5
+        self.register_buffer("_least", torch.full((), eps**0.5 * root, device=weight.device), persistent=False)
+        self.register_buffer("_scaled", weight * root, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self._shape, self.weight, self._eps)
+        # √n · x / √(|x|² + n · eps) in four calls; functional.rms_norm is ten, and takes twice as long for one row.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self._least)).mul_(self._scaled)
 
 
 def fuse_norms(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ from punica_core.config import BLOCK_SIZE
 from punica_core.lora.weights import AdapterReader
 from punica_core.model.shapes import model_shapes
 from tests.support.demo import ROOT
-from tests.support.gated_worker import PREFILL
+from tests.support.gated_worker import PREFILL, SLOW
 from tests.support.peft_adapters import adapter_ref, save_peft_adapter, tiny_llama
 from tests.support.server import LiveServer, serve
 
@@ -200,13 +200,14 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed(tiny: Tiny, htt
 
 
 async def test_an_adapter_in_use_keeps_its_memory_until_its_client_leaves(tiny: Tiny, http: httpx.AsyncClient) -> None:
-    running = asyncio.create_task(http.post("/v1/completions", json=body("a", [5, 6, 7], KV_TOKENS - 3)))
-    await tiny.until(lambda: tiny.metric("running") == 1, "the request runs")
-    waiting = asyncio.create_task(text(http, body("large", [5, 6, 7], 8)))
-    no_room = 'reason="adapter_no_room"'
-    await tiny.until(lambda: tiny.metric("waiting_by_reason", no_room) == 1, "there is no room for another adapter")
-    await gone(running)
-    assert await waiting
+    with tiny.held(SLOW):
+        running = asyncio.create_task(http.post("/v1/completions", json=body("a", [5, 6, 7], KV_TOKENS - 3)))
+        await tiny.until(lambda: tiny.metric("running") == 1, "the request runs")
+        waiting = asyncio.create_task(text(http, body("large", [5, 6, 7], 8)))
+        no_room = 'reason="adapter_no_room"'
+        await tiny.until(lambda: tiny.metric("waiting_by_reason", no_room) == 1, "there is no room for another adapter")
+        await gone(running)
+        assert await waiting
     await tiny.until_idle()
 
 

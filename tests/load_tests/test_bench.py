@@ -7,13 +7,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.bench import cpu, frontend
-from app.bench.cpu import Figures, Measurement, aims, cases, table
+from app.bench.cpu import Figures, Measurement, aims, cases, measure_all, table
 from app.bench.process import Tree, cpu_seconds, resident_bytes
 from punica_core.bench.peft_generate import Contender, Job
+from punica_core.errors import ConfigError
 from tests.support.peft_adapters import peft_warnings_ignored, save_peft_adapter, tiny_llama
 from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer, write_folder
 
@@ -66,6 +68,47 @@ def test_ratios_say_who_is_faster_and_what_adapters_cost() -> None:
     assert found["1 stream / transformers"] == pytest.approx({"wall": 4.0, "cpu": 4.0})
     assert found["8 streams / PEFT one at a time"] == pytest.approx({"wall": 4.0, "cpu": 4.0})
     assert found["cost of 4 adapters, 8 streams"] == pytest.approx({"wall": 0.25, "cpu": 0.25})
+
+
+class Timed:
+    """Either side, with nothing behind it: notes the requests of each job."""
+
+    adapters = ("a", "b", "c", "d")
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+
+    def measure(self, *job: Any) -> Measurement:
+        plan = job[-1]
+        self.jobs.append(len(plan))
+        return Measurement(sum(request.max_tokens for request in plan), 1.0, 1.0)
+
+
+def options(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cpu.add_flags(parser)
+    return parser.parse_args(["--repeats", "2", *flags])
+
+
+def test_one_case_and_its_contender_can_be_timed_alone() -> None:
+    ours, contender = Timed(), Timed()
+    chosen = options("--only", "1 stream")
+    figures = measure_all(chosen, ours, contender)  # type: ignore[arg-type]
+    assert set(figures) == {"ours, base, 1 stream", "transformers, base, 1 stream"}
+    assert ours.jobs == contender.jobs == [1, 1, 1]  # one to warm up, two repeats
+    assert set(aims(figures, chosen.streams)) == {"1 stream / transformers"}
+
+
+def test_all_cases_are_timed_unless_some_are_named() -> None:
+    chosen = options()
+    figures = measure_all(chosen, Timed(), Timed())  # type: ignore[arg-type]
+    assert len(figures) == len(cases(chosen.streams, Timed.adapters, 4)) > 2
+    assert len(aims(figures, chosen.streams)) == 7
+
+
+def test_a_name_that_no_case_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'9 streams'"):
+        measure_all(options("--only", "9 streams"), Timed(), Timed())  # type: ignore[arg-type]
 
 
 def test_a_figure_is_the_median_of_its_runs() -> None:

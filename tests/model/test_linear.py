@@ -35,7 +35,6 @@ def test_both_ways_give_the_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "prefers_left_weight", lambda: left)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.manual_seed(3)
     x, weight = torch.randn(shape), torch.randn(40, 24)
     bias = torch.randn(40) if with_bias else None
@@ -45,16 +44,6 @@ def test_both_ways_give_the_product(
     assert y.is_contiguous()
     rows = x.numel() // 24
     assert calls_of_the_left == ([rows] if left and 0 < rows <= FEW_ROWS else [])
-
-
-def test_one_row_on_one_thread_is_not_computed_twice(
-    calls_of_the_left: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "prefers_left_weight", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for rows in (1, 2):
-        linear(torch.ones(rows, 4), torch.ones(5, 4), None)
-    assert calls_of_the_left == [2]
 
 
 @pytest.mark.parametrize(("vendor", "left"), [("GenuineIntel", False), ("AuthenticAMD", True)])

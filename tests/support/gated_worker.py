@@ -1,7 +1,8 @@
 """`python -m tests.support.gated_worker GATES --fd N`: the real worker, which waits where a test wants to look at it.
 
 A file GATES/NAME holds whoever reads the weights of adapter NAME; GATES/prefill holds steps that continue a prompt.
-Who is held makes GATES/NAME.reached, and goes on when the gate's file is removed.
+Who is held makes GATES/NAME.reached, and goes on when the gate's file is removed. While GATES/slow is there, every step
+takes longer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from punica_core import worker
 from punica_core.adapters.files import SourceFile
 
 PREFILL = "prefill"
+SLOW = "slow"
+SLOWER = 0.02
+"""Seconds."""
 
 
 def wait_at(gate: Path) -> None:
@@ -34,7 +38,7 @@ def hold_reads(gates: Path) -> None:
     SourceFile.__init__ = held  # type: ignore[method-assign, assignment]
 
 
-def hold_prompts(gates: Path) -> None:
+def hold_steps(gates: Path) -> None:
     from punica_core.engine.runner import ModelRunner
     from punica_core.scheduler.plan import StepPlan, StepResult
 
@@ -43,6 +47,8 @@ def hold_prompts(gates: Path) -> None:
     def held(runner: ModelRunner, plan: StepPlan) -> StepResult:
         if any(0 < row.start < row.sequence.num_prompt for row in plan.rows):
             wait_at(gates / PREFILL)
+        if (gates / SLOW).exists():
+            time.sleep(SLOWER)
         return execute(runner, plan)
 
     ModelRunner.execute = held  # type: ignore[method-assign, assignment]
@@ -51,5 +57,5 @@ def hold_prompts(gates: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     hold_reads(folder)
-    hold_prompts(folder)
+    hold_steps(folder)
     raise SystemExit(worker.main(sys.argv[2:]))
