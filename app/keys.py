@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +42,7 @@ MAX_FILE_BYTES = 4 * 2**20
 
 _BEARER = re.compile(rb"bearer +([\x21-\x7e]{1,4096}) *", re.IGNORECASE)
 _TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
+_WILDCARD = re.compile(r"[*?\[]")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -76,6 +77,16 @@ class ApiKey:
     admin: bool = False
     limits: KeyLimits = KeyLimits()
     digest: bytes = field(default=b"", repr=False, compare=False)
+    _names: frozenset[str] = field(init=False, repr=False, compare=False)
+    _wildcards: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # a name is looked up, and all wildcards are one expression: a key may have a thousand, and there may be as many
+        # adapters, all of which are looked at whenever it lists them
+        wildcards = [pattern for pattern in self.adapters if _WILDCARD.search(pattern)]
+        expression = re.compile("|".join(map(translate, wildcards))) if wildcards else None
+        object.__setattr__(self, "_names", frozenset(self.adapters).difference(wildcards))
+        object.__setattr__(self, "_wildcards", expression)
 
     @property
     def sees_all(self) -> bool:
@@ -84,7 +95,7 @@ class ApiKey:
 
     def may_use(self, adapter: str) -> bool:
         """Whether an adapter of that name exists for this caller. Depends on the name alone, not on what there is."""
-        return any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+        return adapter in self._names or (self._wildcards is not None and self._wildcards.match(adapter) is not None)
 
 
 class KeyRing:

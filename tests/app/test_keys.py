@@ -6,9 +6,14 @@ import asyncio
 import hashlib
 import logging
 import os
+import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app import keys as keys_module
 from app.cli import main
@@ -52,6 +57,34 @@ def test_a_file_says_what_each_key_may(file: Path) -> None:
     assert store.find(bearer(ACME)) == ApiKey("acme", ("acme/*", "shared"), base=False, limits=limits)
     assert store.find(bearer(OTHER)) == ApiKey("other", metrics=True, admin=True)
     assert not store.is_open
+
+
+_PART = st.text(alphabet="ab/*?[]!.\n", max_size=5)
+
+
+@given(st.lists(_PART, max_size=4), st.lists(st.text(alphabet="ab/*?[].\n", max_size=5), max_size=4))
+def test_all_patterns_together_are_shell_patterns(patterns: list[str], names: list[str]) -> None:
+    key = ApiKey("k", tuple(patterns))
+    for name in [*names, *patterns]:
+        assert key.may_use(name) is any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def test_many_patterns_cost_little_more_than_one() -> None:
+    """A key of a thousand names and wildcards lists a thousand adapters: each is looked at once."""
+    many = ApiKey("k", (*(f"team-{i}/adapter" for i in range(1000)), *(f"group-{i}/*" for i in range(1000))))
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    names = [f"group-{i}/x" for i in range(1000)]
+    sys.setprofile(count)
+    try:
+        assert all(map(many.may_use, names))
+    finally:
+        sys.setprofile(None)
+    assert calls < 10 * len(names)
 
 
 def test_patterns_decide_by_the_name_alone() -> None:
