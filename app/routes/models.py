@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.access import caller
 from app.api_errors import error_response
@@ -23,7 +24,7 @@ async def list_models(request: Request) -> Response:
     """The base model and every adapter; listing loads nothing."""
     service: Service = request.app.state.service
     key = caller(request)
-    return JSONResponse({"object": "list", "data": [_card(service, name, key) for name in service.model_names(key)]})
+    return _json({"object": "list", "data": [_card(service, name, key) for name in service.model_names(key)]})
 
 
 @router.get(
@@ -37,13 +38,23 @@ async def retrieve_model(request: Request, name: str) -> Response:
         service.resolve(name, key)
     except PunicaError as error:
         return error_response(error)
-    return JSONResponse(_card(service, name, key))
+    return _json(_card(service, name, key))
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _card(service: Service, name: str, key: ApiKey) -> dict[str, Any]:
     """root: of an adapter, the base's name; for callers who may load adapters, the folder, as vLLM has it."""
-    card: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "punica"}
     is_base = name == service.base_name
     folder = service.registry.folder_of(name) if key.admin and not is_base else None
-    card |= {"root": folder or service.base_name, "parent": None if is_base else service.base_name}
-    return card | {"max_model_len": service.layout.max_model_len}
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "punica",
+        "root": folder or service.base_name,
+        "parent": None if is_base else service.base_name,
+        "max_model_len": service.layout.max_model_len,
+    }
