@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    target_step_ms: float = 25.0
+    target_step_ms: float = 30.0
     lora: bool = True
     max_lora_rank: int = 256
     adapter_host_bytes: int = 0

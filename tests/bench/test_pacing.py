@@ -34,6 +34,14 @@ def test_no_stream_waits_longer_than_the_aim_and_throughput_is_kept(name: str) -
     assert paced.tokens_per_second > 0.97 * off.tokens_per_second
 
 
+@pytest.mark.parametrize(("name", "kept"), [("documents", 0.97), ("documents-distinct", 0.95)])
+def test_prompts_that_could_fill_the_gpu_alone_lose_little(name: str, kept: float) -> None:
+    off, paced = simulated(name, 0.0), simulated(name, TARGET_MS)
+    assert gap_ms(off, 50) > AIM_MS, "without the bound it is broken"
+    assert gap_ms(paced, 99) < AIM_MS
+    assert paced.tokens_per_second > kept * off.tokens_per_second
+
+
 def test_long_prompts_are_cut_finer_the_more_they_attend_to() -> None:
     off, paced = simulated("long", 0.0), simulated("long", TARGET_MS)
     assert gap_ms(off, 99) > 2 * AIM_MS, "without the bound it is broken"
