@@ -58,9 +58,9 @@ class GpuAdapterTier:
     """Implements `scheduler.plan.Residency`, and what the engine asks of an `AdapterCache`.
 
     host: where adapters come from. modules: those of the model's tables.
-    budget_bytes: of the arena. landing_bytes: of page-locked memory for packed adapters. dtype, device: the model's; on
-    a CPU it works alike, for tests. on_loaded: called after each end of a load in either tier, on a thread of its own.
-    clock: seconds, the clock of `poll`.
+    budget_bytes: of the arena. landing_bytes: of page-locked memory for packed adapters, at most. dtype, device: the
+    model's; on a CPU it works alike, for tests. on_loaded: called after each end of a load in either tier, on a thread
+    of its own. clock: seconds, the clock of `poll`.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class GpuAdapterTier:
         self._closed = False
         host.listen(self._announce)
         page_locked = self.arena.buffer.device.type == "cuda"
+        landing_bytes = min(landing_bytes, self.arena.buffer.nbytes)  # nothing larger is ever served
         host.land_in(LandingMemory(landing_bytes, dtype=dtype, page_locked=page_locked))
 
     @property

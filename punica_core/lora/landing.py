@@ -16,8 +16,8 @@ from punica_core.lora.arena_layout import Run
 from punica_core.lora.free_ranges import FreeRanges, fewest_to_give
 from punica_core.ops.layout import row_pitch
 
-LANDING_BYTES = 256 * 1024 * 1024
-"""A rank of 32 on all projections of an 8B model takes 168 MB."""
+LANDING_BYTES = 512 * 1024 * 1024
+"""A rank of 64 on all projections of an 8B model takes 336 MB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
