@@ -60,7 +60,9 @@ def test_modules_left_out_are_not_adapted_even_where_the_slot_had_them(
 def test_fifty_first_requests_are_one_load_in_each_tier(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
     tier = make_tier()
     (ref,) = add(adapters, 1)
-    assert {tier.acquire(ref) for _ in range(50)} == {SkipReason.ADAPTER_LOADING}
+    first = {tier.acquire(ref) for _ in range(50)}  # the last of them may come after the load
+    assert SkipReason.ADAPTER_LOADING in first
+    assert first <= {SkipReason.ADAPTER_LOADING, granted(tier, ref)}
     assert len({granted(tier, ref) for _ in range(50)}) == 1
     loads = [(load.name, load.tier, load.outcome) for load in tier.stats().loads]
     assert loads == [("a0", "host", "ok"), ("a0", "gpu", "ok")]
