@@ -5,9 +5,9 @@ plans them together. Outputs are appended to the sequence they belong to, and it
 slower than the engine (a slow client) finds more tokens at its next turn instead of more items, so what is queued for a
 client is at most one list of token ids.
 
-Seats: a sequence holds one from admission until the engine's terminal output, also when its client left. There are
+A sequence holds a seat from admission until the engine's terminal output, also when its client left. There are
 max_num_seqs (running) plus max_queue (waiting) of them. Prompts differ widely in work and memory, so the prompt tokens
-of sequences that have no output yet are bounded as well.
+of sequences that have no output yet are bounded as well (see `Seats`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 
 from app.flight import Flight, SequenceRequest, SequenceStream
 from app.metrics import ModelMetrics
-from punica_core.errors import Draining, InvalidRequest, PunicaError, QueueFull
+from app.seats import Seats
+from punica_core.errors import Draining, PunicaError
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput
 
 
@@ -28,7 +29,7 @@ class Batcher:
     """Owner of the client streams. Everything runs on the event loop's thread.
 
     submit, cancel: hand a message to the engine. check_ready: raises a CapacityError while no engine takes work.
-    max_queue_tokens: bound on `queued_tokens`; a single longer prompt is admitted when no other is queued.
+    max_queue_tokens: bound on `queued_tokens`. has_tenants: whether there are several tenants, which then share seats.
     """
 
     def __init__(
@@ -40,14 +41,13 @@ class Batcher:
         max_num_seqs: int,
         max_queue: int,
         max_queue_tokens: int,
+        has_tenants: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._submit = submit
         self._cancel = cancel
         self._check_ready = check_ready
-        self._seats = max_num_seqs + max_queue
-        self._max_queue_tokens = max_queue_tokens
-        self._queued_tokens = 0
+        self._seats = Seats(max_num_seqs + max_queue, max_queue_tokens, has_tenants)
         self._clock = clock
         self._ids = itertools.count(1)
         self._live: dict[int, SequenceStream] = {}
@@ -68,7 +68,7 @@ class Batcher:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of live sequences without any output."""
-        return self._queued_tokens
+        return self._seats.queued_tokens
 
     @property
     def draining(self) -> bool:
@@ -92,16 +92,19 @@ class Batcher:
         tokens that were generated for them.
         Raises QueueFull, Draining, whatever check_ready raises, or InvalidRequest for what would never be admitted.
         """
-        self._check_admission(requests)
+        if self._draining:
+            raise Draining("The server is shutting down and takes no new requests.")
+        self._check_ready()
+        self._seats.check(tenant, len(requests), sum(len(request.prompt_ids) for request in requests))
         started = self._clock() if arrived_at is None else arrived_at
-        flight = Flight(self.cancel, metrics, adapter, on_end, eager=eager, arrived_at=started)
+        flight = Flight(self.cancel, metrics, adapter, on_end, tenant=tenant, eager=eager, arrived_at=started)
         flight.seats = len(requests)
         if adapter is not None:
             self._users[adapter.path] += len(requests)
         for index, request in enumerate(requests):
             sequence = SequenceStream(next(self._ids), index, request, flight)
             flight.sequences.append(sequence)
-            self._queued_tokens += len(request.prompt_ids)
+            self._seats.take(tenant, len(request.prompt_ids))
             self._live[sequence.request_id] = sequence
             self._outbox[sequence.request_id] = NewSequence(
                 request_id=sequence.request_id,
@@ -113,31 +116,6 @@ class Batcher:
         self._idle.clear()
         self._plan_flush()
         return flight
-
-    def _check_admission(self, requests: Sequence[SequenceRequest]) -> None:
-        count, tokens = len(requests), sum(len(request.prompt_ids) for request in requests)
-        if self._draining:
-            raise Draining("The server is shutting down and takes no new requests.")
-        self._check_ready()
-        if count > self._seats:
-            raise InvalidRequest(
-                f"The request asks for {count} sequences (prompts x n); at most {self._seats} fit. Split the request."
-            )
-        if len(self._live) + count > self._seats:
-            raise QueueFull(
-                f"{len(self._live)} sequences are running or waiting and {count} more would exceed the limit of "
-                f"{self._seats}. Try again later."
-            )
-        if tokens > self._max_queue_tokens and count > 1:
-            raise InvalidRequest(
-                f"The request has {tokens} prompt tokens (prompts x n); at most {self._max_queue_tokens} may wait. "
-                "Split the request."
-            )
-        if self._queued_tokens and self._queued_tokens + tokens > self._max_queue_tokens:
-            raise QueueFull(
-                f"{self._queued_tokens} prompt tokens are waiting and {tokens} more would exceed the limit of "
-                f"{self._max_queue_tokens}. Try again later."
-            )
 
     def cancel(self, sequence: SequenceStream) -> None:
         """End a sequence: at once if it has not left yet, else by asking the engine, whose terminal output frees the
@@ -197,13 +175,14 @@ class Batcher:
 
     def _leave_queue(self, sequence: SequenceStream) -> None:
         sequence.queued = False
-        self._queued_tokens -= len(sequence.request.prompt_ids)
+        self._seats.leave_queue(sequence.flight.tenant, len(sequence.request.prompt_ids))
 
     def _remove(self, request_id: int) -> None:
         sequence = self._live.pop(request_id)
         if sequence.queued:
             self._leave_queue(sequence)
         flight = sequence.flight
+        self._seats.give_back(flight.tenant)
         if flight.adapter is not None:
             self._give_back(flight.adapter.path)
         if not self._live:

@@ -155,6 +155,7 @@ class Flight:
         "metrics",
         "seats",
         "sequences",
+        "tenant",
     )
 
     def __init__(
@@ -164,6 +165,7 @@ class Flight:
         adapter: AdapterRef | None,
         on_end: Callable[[int], None],
         *,
+        tenant: str = "",
         eager: bool,
         arrived_at: float,
     ) -> None:
@@ -172,6 +174,7 @@ class Flight:
         self.seats = 0
         self.metrics = metrics
         self.adapter = adapter
+        self.tenant = tenant
         self.eager = eager
         self.arrived_at = arrived_at
         self.generated_tokens = 0

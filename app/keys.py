@@ -109,6 +109,9 @@ class KeyRing:
     def keys(self) -> list[ApiKey]:
         return [key for _, key in self._by_tag.values()]
 
+    def __len__(self) -> int:
+        return len(self._by_tag)
+
     def find(self, token: bytes) -> ApiKey | None:
         """The key of a token."""
         digest = hashlib.sha256(token).digest()
@@ -149,6 +152,11 @@ class KeyStore:
     def is_open(self) -> bool:
         """No keys are configured: everybody may do what needs none."""
         return self._anybody is not None
+
+    @property
+    def count(self) -> int:
+        """How many keys there are."""
+        return len(self._ring)
 
     @property
     def keys(self) -> list[ApiKey]:

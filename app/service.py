@@ -115,6 +115,7 @@ class Service:
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.max_queue,
             max_queue_tokens=settings.max_queue_tokens,
+            has_tenants=lambda: self.keys.count > 1,
         )
         self.loader = AdapterLoader(
             self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
