@@ -271,7 +271,7 @@ class _Builder:
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self.modules, tables)
-        return TableLoRA(tables, arena, max_rows=self._limits.max_rows, max_rank=self._limits.max_rank)
+        return TableLoRA(tables, arena, max_rows=self._limits.max_rows, max_rank=self._limits.max_rank, beside=True)
 
     def _runner(
         self, lora: TableLoRA | None, vocabulary: VocabularyStep | None = None, *, padding_block: int

@@ -93,7 +93,7 @@ def is_wrong(library: Path, case: str) -> bool:
     ("header", "text", "broken"),
     [
         ("shrink.cuh", "item.slice) * item.rank_pitch", "item.slice) * 256"),
-        ("expand.cuh", "params.tables.slices * rank_pitch", "params.tables.slices * 256"),
+        ("expand.cuh", "params.tables.slices * work.rank_pitch", "params.tables.slices * 256"),
         ("shrink.cuh", "if (must_wait) wait_and_release(params);  // this warp had no step", ""),
     ],
     ids=["v written", "v read", "no wait"],

@@ -1,4 +1,4 @@
-// A warp's tile of 64 output columns by 8 or 16 rows: what lora_expand and segment_gemm share.
+// A warp's tile of 64 output columns by 8 or 16 rows, as segment_gemm has it; gain, bias and stores are lora_expand's too.
 //
 // The weight matrix [O, K] gives the rows of the tensor-core tile, the step's rows its columns. The four 16-row tiles are
 // assigned so that lane group g owns the eight consecutive output columns 8g .. 8g+7: weights load 16 bytes at a time, and so

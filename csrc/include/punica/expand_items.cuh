@@ -7,6 +7,7 @@ namespace punica {
 
 constexpr int kExpandWarps = 4;
 constexpr int kExpandThreads = 32 * kExpandWarps;
+
 // A share of a tile cut into items: units [first_unit, end_unit) of the group's slices together.
 struct ExpandItem {
   int4 tile;  // row_start, row_count, slot, share | shares << 16
@@ -22,33 +23,35 @@ struct Cut {
   int items_a_share;  // the same for every share
 };
 
-// Every lane rates one way to cut: waves times the units of an item, with what an item costs beside them in units. An item
-// should have a unit for each warp, were every tile to have one share.
-__device__ inline Cut make_cut(ExpandParams const& params, int num_shares) {
-  constexpr int kItemOverhead = 4;
-  constexpr int kCostBits = 26;
+// Every share is cut into as many items as fill the grid once, or about four times if there are more shares than blocks; but an item has a pack for
+// each warp, and the rounds that a block makes over the packs of an item are as full as can be. Counted for the tile that has the fewest shares.
+__device__ inline Cut make_cut(ExpandParams const& params, WorkList const& work) {
+  constexpr int kWaves = 4;
   int const units = params.unit_end[params.tables.slices - 1];
-  int const most = max(1, (units + kExpandWarps - 1) / kExpandWarps);
-  int const lane = threadIdx.x % 32;
-  int const items = max(1, most * (lane + 1) / 32);
-  unsigned const waves = (num_shares * items + gridDim.x - 1) / gridDim.x;
-  unsigned const cost = waves * ((units + items - 1) / items + kItemOverhead);
-  unsigned const best = warp_min(min(cost, (1u << kCostBits) - 1) << 5 | lane) & 31;
-  return {units, max(1, most * (static_cast<int>(best) + 1) / 32)};
+  int const shares = max(1, work.num_shares);
+  int const least = max(1, work.least_shares);
+  int const blocks = gridDim.x;
+  int const items = max(1, quotient(shares <= blocks ? blocks : kWaves * blocks, shares));
+  int const round = least * kExpandWarps * (least == 1 ? 2 : 1);  // units of a round; such tiles have packs of two units
+  int const rounds = quotient(units + round * items - 1, round * items);
+  return {units, quotient(units + round * rounds - 1, round * rounds)};
 }
 
-// `tile` has been loaded for the item; its record is loaded here.
-__device__ inline ExpandItem make_item(ExpandParams const& params, Cut const& cut, int4 tile, int index) {
+// The item from slice `first_slice` on, if it reaches that far. Its record is loaded here.
+__device__ inline ExpandItem make_item(ExpandParams const& params, WorkList const& work, Cut const& cut, int index, int first_slice) {
   ExpandItem item;
-  item.tile = tile;
-  int const shares = tile.w >> 16;
-  unsigned const piece = (tile.w & 0xffff) * cut.items_a_share + index % cut.items_a_share;
-  unsigned const pieces = shares * cut.items_a_share;
-  item.first_unit = cut.units * piece / pieces;
-  item.end_unit = cut.units * (piece + 1) / pieces;
-  item.slice = 0;
+  int const share = quotient(index, cut.items_a_share);
+  item.tile = load_item(params.tables.plan, work.shares_offset, share);
+  int const pieces = (item.tile.w >> 16) * cut.items_a_share;
+  int const piece = (item.tile.w & 0xffff) * cut.items_a_share + index - share * cut.items_a_share;
+  int const least = quotient(cut.units, pieces);
+  int const longer = cut.units - least * pieces;  // the first so many have one more
+  item.first_unit = piece * least + min(piece, longer);
+  item.end_unit = item.first_unit + least + (piece < longer);
+  item.slice = first_slice;
+  if (first_slice > 0) item.first_unit = params.unit_end[first_slice - 1];
   while (item.slice + 1 < params.tables.slices && params.unit_end[item.slice] <= item.first_unit) ++item.slice;
-  item.record = load_record(params.tables, item.slice, tile.z);
+  item.record = load_record(params.tables, item.slice, item.tile.z);
   return item;
 }
 

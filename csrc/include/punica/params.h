@@ -13,7 +13,6 @@ constexpr int kMaxSlices = 4;
 constexpr int kRowAlignment = 8;       // elements: B rows and every matrix start on 16 bytes
 constexpr int kShrinkChunkShort = 16;  // lora_rank columns of a shrink unit of a segment of at most 8 rows
 constexpr int kMaxRank = 256;
-constexpr int kMaxFewRows = 64;      // steps of more rows stream enough weights to fill every block
 constexpr int kMaxDecodeRows = 256;  // steps of more rows are mostly prompts
 constexpr int kMaxTileRows = 64;
 constexpr int kWarpColumns = 64;       // output columns of a warp's tile

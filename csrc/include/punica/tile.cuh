@@ -121,8 +121,8 @@ __device__ inline int split_count(Scratch const& scratch, int num_units, int sli
   int const longest = max(1, in_features / kMinSplitColumns);
   unsigned rated = ~0u;
   if (splits <= min(min(kMaxSplits, longest), max(1, scratch.max_splits))) {
-    int const waves = (num_units * slices * splits + scratch.num_blocks - 1) / scratch.num_blocks;
-    unsigned const cost = static_cast<unsigned>(waves) * (in_features / splits + kItemOverhead);
+    int const waves = quotient(num_units * slices * splits + scratch.num_blocks - 1, scratch.num_blocks);
+    unsigned const cost = static_cast<unsigned>(waves) * (quotient(in_features, splits) + kItemOverhead);
     rated = min(cost, (1u << kCostBits) - 1) << 5 | splits;
   }
   return warp_min(rated) & 31;

@@ -156,6 +156,12 @@ uint4 load16(void const* pointer) {
   return out;
 }
 
+inline uint4 load16_now(void const* pointer) { return load16<Source::kConstant>(pointer); }
+
+inline float4 load_floats_if(bool wanted, float const* pointer) {
+  return wanted ? *reinterpret_cast<float4 const*>(pointer) : make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
 template <Source>
 uint16_t load2(void const* pointer) {
   uint16_t out;
@@ -212,6 +218,21 @@ inline uint32_t transposed_8x8(uint32_t pair) {
   return emulator::with_warp({pair, 0, 0, 0, 0, 0}, [&](auto const& lanes) {
     auto const element = [&](int r, int c) { return lanes[r * 4 + c / 2][0] >> (c % 2 * 16) & 0xffffu; };
     return element(column, row) | element(column + 1, row) << 16;
+  });
+}
+
+inline int quotient(int a, int b) { return a / b; }
+
+inline float4 quad_sum(float4 value) {
+  using std::bit_cast;
+  std::array<uint32_t, 6> const words{bit_cast<uint32_t>(value.x), bit_cast<uint32_t>(value.y), bit_cast<uint32_t>(value.z),
+                                      bit_cast<uint32_t>(value.w)};
+  return emulator::with_warp(words, [](auto const& lanes) {
+    auto const* const quad = &lanes[threadIdx.x % emulator::kWarp / 4 * 4];
+    std::array<float, 4> sum;
+    for (int i = 0; i < 4; ++i)
+      sum[i] = (bit_cast<float>(quad[0][i]) + bit_cast<float>(quad[1][i])) + (bit_cast<float>(quad[2][i]) + bit_cast<float>(quad[3][i]));
+    return make_float4(sum[0], sum[1], sum[2], sum[3]);
   });
 }
 
