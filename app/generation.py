@@ -98,18 +98,18 @@ async def chat_job(
     """
     variables = body.template_variables()
 
-    def prompt_ids() -> list[int]:
-        text = tokenizer.render_chat(
+    def rendered() -> str:
+        return tokenizer.render_chat(
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             variables=variables,
             template=template,
         )
-        check_hopeless(text, tokenizer, max_model_len, "messages")
-        return tokenizer.encode(text, add_special_tokens=False)
 
-    ids = await off_loop_if_large(text_size(body.messages), prompt_ids)
+    text = await off_loop_if_large(rendering_cost(body.messages, body.chat_template_kwargs), rendered)
+    check_hopeless(text, tokenizer, max_model_len, "messages")
+    ids = await off_loop_if_large(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
     n = body.n or 1
     scores = Scores((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     room = scores.room(n * len(ids), n)
@@ -160,9 +160,10 @@ async def off_loop_if_large(size: int, work: Callable[[], ResultT]) -> ResultT:
     return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
 
 
-def text_size(messages: Sequence[Message]) -> int:
-    """Characters of a conversation, and what it costs to render so many messages."""
-    return sum(message.size + _MESSAGE_COST for message in messages)
+def rendering_cost(messages: Sequence[Message], variables: bytes | msgspec.Raw) -> int:
+    """Characters of a conversation, and what it costs to render so many messages. variables: JSON of the template's,
+    which it may repeat for each message."""
+    return sum(message.size + _MESSAGE_COST + len(bytes(variables)) for message in messages)
 
 
 def _completion_prompts(

@@ -10,7 +10,7 @@ from app.access import caller
 from app.api_errors import error_response
 from app.body import Body
 from app.chat_template import ChatTemplate
-from app.generation import check_hopeless, check_ids, off_loop_if_large, text_size
+from app.generation import check_hopeless, check_ids, off_loop_if_large, rendering_cost
 from app.keys import ApiKey
 from app.openapi import answered_by
 from app.responses import DetokenizeResponse, TokenizeResponse
@@ -31,8 +31,13 @@ async def tokenize(request: Request) -> Response:
         try:
             body = await _read(request, service, held, TokenizeRequest)
             template = await service.template_of(_adapter(service, body.model, caller(request)))
-            size = text_size(body.messages) if body.messages is not None else len(body.prompt or "")
-            answer = await off_loop_if_large(size, lambda: _tokenized(body, service, template))
+            size = rendering_cost(body.messages or (), body.chat_template_kwargs)
+            field, text, special = await off_loop_if_large(size, lambda: _text(body, service.tokenizer, template))
+            check_hopeless(text, service.tokenizer, service.layout.max_model_len, field)
+            strings = bool(body.return_token_strs)
+            answer = await off_loop_if_large(
+                len(text), lambda: _tokenized(text, service, special=special, with_strings=strings)
+            )
         except PunicaError as error:
             return error_response(error)
     return Response(answer, media_type="application/json")
@@ -64,13 +69,10 @@ def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | N
     return None if model is None else service.resolve(model, key)
 
 
-def _tokenized(body: TokenizeRequest, service: Service, template: ChatTemplate | None) -> bytes:
-    tokenizer = service.tokenizer
-    field, text, special = _text(body, tokenizer, template)
-    check_hopeless(text, tokenizer, service.layout.max_model_len, field)
+def _tokenized(text: str, service: Service, *, special: bool, with_strings: bool) -> bytes:
+    tokenizer, length = service.tokenizer, service.layout.max_model_len
     ids = tokenizer.encode(text, add_special_tokens=special)
-    strings = [tokenizer.token_string(token) for token in ids] if body.return_token_strs else None
-    length = service.layout.max_model_len
+    strings = [tokenizer.token_string(token) for token in ids] if with_strings else None
     return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, strings))
 
 

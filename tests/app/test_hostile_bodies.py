@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -191,6 +192,49 @@ def test_other_threads_run_while_many_ids_are_decoded() -> None:
 
     held = turns(lambda: tokenizer._rust.decode(ids))
     assert turns(lambda: tokenizer.decode(ids)) > 10 * (held + 1)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("repeats", [2, 2000])
+async def test_what_a_template_makes_of_little_is_handled_on_a_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, model_dir: Path, route: str, repeats: int
+) -> None:
+    template = "{% for message in messages %}{{ date }}{{ message.content }}{% endfor %}"
+    (model_dir / "chat_template.jinja").write_text(template)
+    by: dict[str, threading.Thread] = {}
+    for name in ("encode", "render_chat"):
+        work = getattr(Tokenizer, name)
+
+        def watched(*arguments: Any, name: str = name, work: Any = work, **options: Any) -> Any:
+            by[name] = threading.current_thread()
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(Tokenizer, name, watched)
+    messages = [{"role": "user", "content": "a"}] * 10
+    body = {"model": BASE, "messages": messages, "chat_template_kwargs": {"date": "x" * repeats}, "max_tokens": 1}
+    async with make_server(max_model_len=100_000) as server:
+        response = await server.http.post(route, json=body)
+    assert response.status_code == 200
+    here = threading.current_thread()
+    assert [thread is not here for thread in by.values()] == [repeats == 2000] * 2
+
+
+async def test_a_long_template_is_tokenized_on_a_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    (model_dir / "chat_template.jinja").write_text("be kind. " * 2000 + "{{ messages[0].content }}")
+    threads: list[threading.Thread] = []
+    encode = Tokenizer.encode
+
+    def watched(*arguments: Any, **options: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    async with make_server(max_model_len=100_000) as server:
+        assert (await server.chat()).status_code == 200
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("length", [2, 400])
