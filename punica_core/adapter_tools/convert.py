@@ -117,9 +117,9 @@ def _copy_templates(source: str, partial: str) -> list[str]:
 
 
 def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """What every number of the file fits into."""
+    """What every number of the file fits into, of what models compute in: nothing is served in float64."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return torch.float32 if len(dtypes) > 1 or torch.float64 in dtypes else dtypes.pop()
 
 
 def _changes(weights_name: str, result: Canonical, config: Mapping[str, Any], copied: list[str]) -> list[str]:

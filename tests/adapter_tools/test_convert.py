@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import random
 import re
 import subprocess
@@ -239,6 +240,11 @@ def test_what_would_be_refused_is_not_written(adapter: Path, base: BaseFolder) -
         adapter, lambda found: {n.replace("layers.2", "layers.7"): t for n, t in found.items() if "foo" not in n}
     )
     refused(AdapterMismatch, "layers.7")
+    edit_tensors(adapter, lambda found: {n: t.double() for n, t in found.items() if "layers.7" not in n})
+    assert convert(str(adapter), str(target), base).report.is_served
+    shutil.rmtree(target)
+    edit_tensors(adapter, lambda found: {n: t * 1e200 for n, t in found.items()})
+    refused(AdapterInvalid, "too large for torch.float32")
     edit_tensors(adapter, lambda found: {n: t * float("nan") for n, t in found.items() if "layers.7" not in n})
     refused(AdapterInvalid, "NaN")
     edit_config(adapter, peft_type="LOHA")
