@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
