@@ -238,9 +238,14 @@ class CompletionFormat:
 
     def _prompt_rows(self, index: int) -> Iterator[shapes.Rows]:
         """Of an echoed prompt that was scored."""
-        logprobs = self._outputs[index].stream.prompt_logprobs
+        logprobs = self._scored(index)
         if self._alternatives is not None and logprobs is not None:
             yield from shapes.prompt_rows(self._job.prompts[index // self._job.n].ids, logprobs)
+
+    def _scored(self, index: int) -> LogprobTable | None:
+        """The logprobs of the prompt of sequence `index`: its own, or those of the prompt's first."""
+        own = self._outputs[index].stream.prompt_logprobs
+        return self._outputs[index - index % self._job.n].stream.prompt_logprobs if own is None else own
 
     def usage_chunk(self, job: Job, outputs: Sequence[OutputText]) -> bytes:
         return self._chunks.usage_event(usage(job, outputs))
@@ -265,7 +270,7 @@ class CompletionFormat:
             output.finish_reason,
         )
         if self._prompt_logprobs is not None:
-            scored = output.stream.prompt_logprobs or LogprobTable()
+            scored = self._scored(index) or LogprobTable()
             entries = shapes.prompt_entries(scored, self._prompt_logprobs, self._tokenizer.token_bytes)
             choice["prompt_logprobs"] = parts.place(entries)
         return choice

@@ -35,7 +35,8 @@ class Prompt:
 class Job:
     """A request as the engine sees it: sequence `i` belongs to prompt `i // n`.
 
-    choices: how many of a prompt's n sequences are given back, the likeliest of them if fewer.
+    choices: how many of a prompt's n sequences are given back, the likeliest of them if fewer. A prompt whose logprobs
+    are asked for is scored by its first sequence, and in streams, which must not wait for that, by each.
     """
 
     prompts: list[Prompt]
@@ -64,14 +65,13 @@ class Scores:
     def room(self, num_prompt: int, num_sequences: int) -> int | None:
         """Tokens that each of a request's sequences may generate; None: as many as it likes.
 
-        num_prompt: tokens of all sequences' prompts. Raises InvalidRequest if the prompts' logprobs alone are too many.
+        num_prompt: tokens of the prompts to be scored. Raises InvalidRequest if their logprobs alone are too many.
         """
         scored = 0 if self.prompt is None else num_prompt * (1 + self.prompt)
         if scored > MAX_LOGPROBS:
             raise InvalidRequest(
-                f"{self.field} asks for {scored} logprobs ({num_prompt} prompt tokens, prompts x n, with "
-                f"{self.prompt} alternatives each); at most {MAX_LOGPROBS} are given. Ask for fewer alternatives, "
-                "lower n, or split the request.",
+                f"{self.field} asks for {scored} logprobs ({num_prompt} prompt tokens with {self.prompt} alternatives "
+                f"each); at most {MAX_LOGPROBS} are given. Ask for fewer alternatives, or split the request.",
                 param=self.field,
             )
         if self.generated is None:
@@ -112,12 +112,12 @@ async def chat_job(
     ids = await off_loop_if_large(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
     n = body.n or 1
     scores = Scores((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
-    room = scores.room(n * len(ids), n)
+    room = scores.room(len(ids), n)
     default = None if room is None else max(room, 1)
     limit = _output_limit(len(ids), body.output_limit, max_model_len, default=default, prompt_field="messages")
     scores.check_room(limit, room, n)
     sampling = _sampling(body, tokenizer.vocab_size, limit, scores)
-    return _job([Prompt(ids)], [sampling], n, n)
+    return _job([Prompt(ids)], [sampling], n, n, score_all=False)
 
 
 async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
@@ -129,14 +129,16 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
     )
     scores, n = _scores(body), body.candidates
     count = n * len(prompts)
-    room = scores.room(n * sum(len(prompt.ids) for prompt in prompts), count)
+    score_all = bool(body.stream) or body.max_tokens == 0
+    scored = sum(len(prompt.ids) for prompt in prompts) * (n if score_all else 1)
+    room = scores.room(scored, count)
     default = _DEFAULT_COMPLETION_TOKENS if room is None else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
     samplings = []
     for prompt in prompts:
         limit = _output_limit(len(prompt.ids), body.max_tokens, max_model_len, default=default, prompt_field="prompt")
         scores.check_room(limit, room, count)
         samplings.append(_sampling(body, tokenizer.vocab_size, limit, scores))
-    return _job(prompts, samplings, n, body.choices)
+    return _job(prompts, samplings, n, body.choices, score_all=score_all)
 
 
 def _scores(body: CompletionRequest) -> Scores:
@@ -264,13 +266,19 @@ def _logit_bias(body: GenerationRequest, vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int, choices: int) -> Job:
+def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int, choices: int, *, score_all: bool) -> Job:
     requests = [
-        SequenceRequest(prompt.ids, _with_seed(sampling, choice))
+        SequenceRequest(prompt.ids, _of_choice(sampling, choice, scored=score_all or choice == 0))
         for prompt, sampling in zip(prompts, samplings, strict=True)
         for choice in range(n)
     ]
     return Job(prompts, n, choices, requests)
+
+
+def _of_choice(sampling: SamplingParams, choice: int, *, scored: bool) -> SamplingParams:
+    if not scored and sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return _with_seed(sampling, choice)
 
 
 def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
