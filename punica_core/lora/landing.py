@@ -36,7 +36,8 @@ class LandingMemory:
     """
 
     def __init__(self, nbytes: int, *, dtype: torch.dtype, page_locked: bool) -> None:
-        self.buffer = torch.empty(nbytes // dtype.itemsize, dtype=dtype, pin_memory=page_locked)
+        with torch.inference_mode(False):  # whoever makes it: readers' threads, which are under none, write to it
+            self.buffer = torch.empty(nbytes // dtype.itemsize, dtype=dtype, pin_memory=page_locked)
         self._free = FreeRanges(self.buffer.numel())
 
     @property

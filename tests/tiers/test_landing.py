@@ -157,6 +157,13 @@ def test_it_is_sent_from_where_it_was_read(
     assert buffers, "others go by the buffers"
 
 
+def test_readers_write_to_what_was_made_under_inference_mode(packed: Packed) -> None:
+    ref = packed.add("a", dtype=torch.bfloat16)  # cast on the way, by torch
+    with torch.inference_mode():
+        tier = packed.tier()
+    packed.assert_stored(tier, granted(tier, ref).slot, ref, torch.float32)
+
+
 def test_it_is_cut_where_the_arena_is(packed: Packed, buffers: list[int]) -> None:
     """Runs of the arena and the pieces that are sent do not end where the other's do."""
     tier = packed.tier(num_elements=4 * NUM_ELEMENTS, buffer_bytes=1000)
