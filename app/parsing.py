@@ -145,6 +145,9 @@ def _readable(problem: str) -> str:
 
 
 def _reason(error: msgspec.DecodeError, body: bytes) -> str:
-    if "truncated" in str(error) and _LONE_SURROGATE.search(body):
-        return "it is cut off, or has half of a surrogate pair"
+    if _LONE_SURROGATE.search(body):
+        if "truncated" in str(error):
+            return "it is cut off, or has half of a surrogate pair"
+        if "escape" in str(error):
+            return str(error).removeprefix("JSON is malformed: ") + ", such as half of a surrogate pair"
     return str(error).removeprefix("JSON is malformed: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,3 +165,38 @@ def test_a_head_is_a_get_without_its_body(server: Process, path: str, status: in
     assert (headed, no_body) == (got, b"")
     assert got_body
     assert exchange(server, b"HEAD /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")[9:12] == b"405"
+
+
+def completion(prompt: str, *headers: str, stream: bool = False, max_tokens: int = 3) -> bytes:
+    body = json.dumps({"model": BASE, "prompt": prompt, "max_tokens": max_tokens, "stream": stream}).encode()
+    head = ["POST /v1/completions HTTP/1.1", "host: x", *headers, f"content-length: {len(body)}"]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def test_pipelined_requests_are_answered_one_behind_the_other(server: Process) -> None:
+    prompts = [f"{index}." for index in range(20)]
+    last = completion("end", "connection: close")
+    answers = exchange(server, b"".join(map(completion, prompts)) + last).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    texts = [json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for answer in answers]
+    assert texts == [f"{prompt}{prompt}"[:3] for prompt in prompts] + ["end"]
+
+
+def test_what_is_pipelined_behind_a_stream_waits_for_its_end(server: Process) -> None:
+    """The stream takes longer than a request may take to arrive."""
+    stream = completion("a", stream=True, max_tokens=int(1.5 * TIMEOUT / 0.01))
+    answers = exchange(server, stream + completion("end", "connection: close"))
+    first, second = answers.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert first.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert json.loads(second.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == "end"
+
+
+def test_a_client_that_closes_its_sending_side_has_left(server: Process) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(completion("a", max_tokens=50_000))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.makefile("rb").read() == b""
+    deadline = time.monotonic() + 20
+    while "punica_in_flight 0.0" not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -70,6 +70,10 @@ def test_unknown_fields_are_told_and_known_ones_are_not() -> None:
         (b"[]", "expected object, got array"),
         (b'{"model": "a"} x', "not valid JSON"),
         (b'{"model": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "a\\ud800b", "messages": []}', "half of a surrogate pair"),
+        (b'{"model": "\\udc00"}', "invalid utf-16 surrogate pair"),
+        (b'{"model": "\\ud800\\u0041"}', "invalid utf-16 surrogate pair"),
+        (b'{"model": "\\u12"}', "escape"),
         (b'{"model": "a", "temperature": NaN}', "not valid JSON"),
         (b'{"model": "a", "messages": ' + b"[" * 200_000, "nested too deeply"),
         (b'{"model": "a", "odd": ' + b"[" * 200_000, "nested too deeply"),
@@ -78,6 +82,18 @@ def test_unknown_fields_are_told_and_known_ones_are_not() -> None:
 )
 def test_what_is_no_json_object_is_told_so(body: bytes, problem: str) -> None:
     assert problem in refusal(ChatRequest, body).message
+
+
+@pytest.mark.parametrize("padding", [0, SMALL_BODY])
+def test_of_a_field_given_twice_the_last_counts(padding: int) -> None:
+    def body(fields: str) -> bytes:
+        return f'{{"pad": "{"x" * padding}", "model": "first", "prompt": "a", {fields}, "model": "last"}}'.encode()
+
+    assert parse(CompletionRequest, body('"n": 3, "n": 2')).n == 2
+    assert parse(CompletionRequest, body('"suffix": "x", "suffix": ""')).model == "last"
+    for fields in ('"n": 2, "n": 0', '"n": 0, "n": 2', '"suffix": "", "suffix": "x"', '"suf\\u0066ix": "x"'):
+        with pytest.raises(InvalidRequest):
+            parse(CompletionRequest, body(fields))
 
 
 def test_a_prompt_has_four_forms() -> None:
