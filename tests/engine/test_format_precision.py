@@ -20,7 +20,7 @@ from punica_core.model.loader import LoadedModel
 from punica_core.ops import cuda
 from tests.engine.test_gpu_parity import build
 from tests.support.adapter_formats import LAYERS, VOCABULARY, Case, load_for
-from tests.support.parity_cells import OF_VOCABULARY, Place, cells, rendered, settings_of
+from tests.support.parity_cells import DTYPES, OF_VOCABULARY, RANKS, Place, cells, rendered, settings_of
 from tests.support.precision import BATCH, LIMIT, Precision, measure
 
 ON_HEAD = {name: config for name, config in LAYERS.items() if "lm_head" in config.get("target_modules", ())}
@@ -75,13 +75,24 @@ def test_every_cell_of_the_table_is_as_near_the_reference_as_pefts(
     """Formats × targets × ranks × dtypes of files, as in fp32."""
     if place == "cuda":
         cuda.load()
-    found: dict[Place, Precision] = {}
-    for index, batch in enumerate(batches(cells())):
-        found |= measure(lambda: build("qwen2"), batch, place, dtype, tmp_path / str(index))
+    found = measured(place, dtype, tmp_path)
     table = table_of(found, place, dtype)
     record_property("table", json.dumps(table))
     write(table, rendered(lambda cell: f"{found[cell].ratio:.2f}"))
     assert_precise(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", range(1, len(RANKS) * len(DTYPES)))
+def test_every_cell_with_every_rank_and_dtype_is_as_near(device: str, shift: int, tmp_path: Path) -> None:
+    assert_precise(measured(device, torch.bfloat16, tmp_path, shift))
+
+
+def measured(place: str, dtype: torch.dtype, root: Path, shift: int = 0) -> dict[Place, Precision]:
+    found: dict[Place, Precision] = {}
+    for index, batch in enumerate(batches(cells(shift))):
+        found |= measure(lambda: build("qwen2"), batch, place, dtype, root / str(index))
+    return found
 
 
 def test_a_scale_that_is_a_little_off_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
