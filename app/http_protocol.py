@@ -24,6 +24,8 @@ PATIENCE = 5.0
 REFUSAL_SECONDS = 1.0
 MOST_REFUSED = 64
 """A connection too many may stay that long for its request to come, to be refused, while there are no more of them."""
+_PROBES = tuple(b"%b /%b " % (method, path) for method in (b"GET", b"HEAD") for path in (b"health", b"ready"))
+"""Requests that are answered nevertheless: who asks for our health would restart us, or send nobody here any more."""
 LEAST_PROGRESS = 1 << 14
 """Bytes that a client must take in `send_timeout`, unless it takes all there is."""
 
@@ -153,9 +155,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._crowd.idle.pop(self, None)
-        if self._is_refused:
+        if self._is_refused and not data.startswith(_PROBES):
             self.give_way()
             return
+        self._is_refused = False
         if self.cycle is None or self.cycle.response_complete:
             self._arm()  # also for bytes that begin no request
         was_in_head = self._in_head

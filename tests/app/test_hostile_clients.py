@@ -224,11 +224,13 @@ def small(model_dir: Path) -> Iterator[Process]:
 def test_a_server_full_of_slow_clients_answers_others_after_a_while(small: Process) -> None:
     begun = head("/v1/completions", b"{", length=100)
     with crowd(small, LIMIT, begun) as slow:
-        early = httpx.get(f"{small.url}/health")
+        probes = [httpx.get(f"{small.url}/{path}").status_code for path in ("health", "ready")]
+        assert probes == [200, 200]
+        early = httpx.get(f"{small.url}/version")
         assert (early.status_code, early.json()["error"]["code"]) == (503, "too_many_connections")
         assert early.headers["retry-after"] == "1"
         time.sleep(http_protocol.PATIENCE + 0.2)
-        assert httpx.get(f"{small.url}/health").status_code == 200
+        assert httpx.get(f"{small.url}/version").status_code == 200
         assert slow[0].makefile("rb").read().startswith(b"HTTP/1.1 503 ")  # the oldest made room
         slow[-1].sendall(b" " * 98 + b"}")
         assert slow[-1].recv(1 << 16).startswith(b"HTTP/1.1 400 ")  # the others did not
