@@ -16,7 +16,6 @@ from punica_core.lora.table_step import TableLoRA
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import OpAttention, index_layers
 from punica_core.model.blocks import fuse_blocks
-from punica_core.model.few_rows import FEW_ROWS, serve_few_rows
 from punica_core.model.loader import LoadedModel
 from punica_core.model.shapes import decoder_layers_path
 
@@ -42,8 +41,6 @@ class ModelForward:
         self._vocabulary = vocabulary
         index_layers(loaded.model)
         fuse_blocks(loaded.model)
-        if FEW_ROWS:
-            serve_few_rows(loaded.model)
         if compiled:
             compile_layers(loaded.model)
 

@@ -7,7 +7,7 @@ original module stood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,7 +113,7 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
 
     weight: [ΣO, I]; bias: [ΣO] or None; of a single linear its own parameters. Without adapters the output is the base
     linears'. context: where the running step's adapters are found; may be replaced. table: the group's records on the
-    device, where adapters are served from tables. product: computes x · Wᵀ + b from (x, weight, bias); may be replaced.
+    device, where adapters are served from tables.
     """
 
     def __init__(self, group: LinearGroup, linears: Sequence[nn.Linear], context: LoRAContext) -> None:
@@ -121,7 +121,6 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         self.group = group
         self.context = context
         self.table: Tensor | None = None
-        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
         self._out_features = list(group.out_features)
         weights = [part.weight for part in linears]
         biases = [part.bias for part in linears if part.bias is not None]
@@ -165,10 +164,10 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         # All that differs between layers of one shape is a tensor: compiled code serves them all.
         if table_step is not None and table is not None:
             shrunk = table_step.shrink(table, self._out_features, x)
-            y = self.product(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
             table_step.expand(table, self._out_features, x, shrunk, y)
         else:
-            y = self.product(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
         step = self.context.step
         if step is not None:
             step.add(self.group, x, y)

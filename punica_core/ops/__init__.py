@@ -19,7 +19,6 @@ from punica_core.ops import reference
 __all__ = [
     "decode_attention",
     "kv_append",
-    "linear_few",
     "lora_apply",
     "lora_embed",
     "lora_expand",
@@ -196,21 +195,6 @@ def decode_attention(
     torch.ops.punica.decode_attention(out, query, cache, *tables, layer, scaling, window=window, softcap=softcap)
 
 
-def linear_few(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """The product of a few rows with a weight, at the speed at which the weight can be read.
-
-    **Semantics**: ``y = x @ weight.T + bias``, accumulated in fp32 and rounded once. The kernel reads the weight before
-    the kernel in front of it has ended.
-
-    Args:
-        y: ``[T, O]`` (mutated), rows contiguous.
-        x: ``[T, I]``, rows contiguous; CUDA: T at most 8, I a multiple of 8, bf16 or fp16.
-        weight: ``[O, I]``, contiguous.
-        bias: ``[O]``. All of one dtype.
-    """
-    torch.ops.punica.linear_few(y, x, weight, bias)
-
-
 def lora_apply(
     y: Tensor,
     x: Tensor,
@@ -235,7 +219,6 @@ def _register() -> None:
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
-        "linear_few": "(Tensor(a!) y, Tensor x, Tensor weight, Tensor? bias=None) -> ()",
         "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
         "int layer, *, Tensor? soon=None) -> ()",
         "decode_attention": "(Tensor(a!) out, Tensor query, Tensor cache, Tensor kv_indptr, Tensor kv_indices, "
@@ -247,7 +230,6 @@ def _register() -> None:
         "lora_embed": reference.check_embed,
         "segment_gemm": reference.check_segment_gemm,
         "kv_append": reference.check_kv_append,
-        "linear_few": reference.check_linear_few,
         "rotary_append": reference.check_rotary_append,
         "decode_attention": reference.check_decode_attention,
     }

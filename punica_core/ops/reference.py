@@ -196,12 +196,6 @@ def decode_attention(
         out[seq] = (scores.softmax(-1) @ values).flatten(0, 1).to(out.dtype)
 
 
-def linear_few(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    check_linear_few(y, x, weight, bias)
-    product = x.float() @ weight.float().T
-    y.copy_(product if bias is None else product + bias.float())
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of the first E elements of heads [..., D]; cos, sin: [..., E]. Rounded once."""
     width = cos.size(-1)
@@ -394,28 +388,4 @@ def check_decode_attention(
             lambda name=name, table=table: (
                 f"{name} must be 1-D int32, as long as the query says, got {table.dtype} {tuple(table.shape)}"
             ),
-        )
-
-
-def check_linear_few(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    for name, rows in (("x", x), ("y", y), ("weight", weight)):
-        torch._check(
-            rows.dim() == 2 and rows.stride(1) == 1 and rows.dtype == weight.dtype,
-            lambda name=name, rows=rows: (
-                f"{name} must be 2-D with contiguous rows, of the weight's dtype, got "
-                f"{rows.dtype} {tuple(rows.shape)} strides {rows.stride()}"
-            ),
-        )
-    torch._check(
-        weight.is_contiguous() and weight.size(1) == x.size(1),
-        lambda: f"weight must be contiguous [O, {x.size(1)}], got {tuple(weight.shape)}",
-    )
-    torch._check(
-        y.size(0) == x.size(0) and y.size(1) == weight.size(0),
-        lambda: f"y must be [{x.size(0)}, {weight.size(0)}], got {tuple(y.shape)}",
-    )
-    if bias is not None:
-        torch._check(
-            bias.shape == weight.shape[:1] and bias.dtype == weight.dtype,
-            lambda: f"bias must be [{weight.size(0)}] of the weight's dtype, got {bias.dtype} {tuple(bias.shape)}",
         )
