@@ -30,6 +30,9 @@ HEAD_DIMS = (64, 128, 256)
 UNCUT_TOKENS = 320
 """Contexts up to so many tokens are not cut in a decode step: merging costs more than it saves."""
 
+OWN_UNCUT_TOKENS = 512
+"""The same where our own kernel attends whole contexts (8 sequences of 500 tokens: 11.9 µs whole, 13.9 cut)."""
+
 UNCUT_SHARE = 1.25
 """Nor are they while the longest is at most so many times what every block has to do on average."""
 
@@ -117,7 +120,8 @@ class FlashInferAttention:
             return True
         blocks = np.diff(batch.decode.host_kv_indptr)
         share = int(blocks.sum()) * self._cache.size(4) / (2 * self._processors)
-        return bool(blocks.max() > max(UNCUT_TOKENS // self._cache.size(3), UNCUT_SHARE * share))
+        tokens = OWN_UNCUT_TOKENS if self._can_attend_whole else UNCUT_TOKENS
+        return bool(blocks.max() > max(tokens // self._cache.size(3), UNCUT_SHARE * share))
 
     def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
         """Plan a step and send the plan to the device, without waiting for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.step_batch import BatchSizes
 from punica_core.model import flashinfer
 from punica_core.model.attention import AttentionSpec, KVRow, PagedAttention
-from punica_core.model.attention_op import split_rotated
+from punica_core.model.attention_op import AttentionBatch, Lane, split_rotated
 from punica_core.model.flashinfer import FlashInferAttention, workspace_bytes
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import random_prompt
@@ -129,3 +130,26 @@ def test_else_flashinfer_plans_and_attends(module: RecordingModule, cut: bool, o
     attention, _, cache = begun(cut, **options)
     attention.compute(0, *(torch.randn(4, heads, cache.size(-1)) for heads in (4, 2, 2)))
     assert module.calls == ["plan", "plan", "plan", "run"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "own_kernel", "cut"),
+    [
+        ((500,), True, False),
+        ((500,), False, True),
+        ((520,), True, True),
+        ((300, 20), False, False),
+        ((2000,) * 64, True, False),
+        ((2000, *(200,) * 63), True, True),
+    ],
+)
+def test_short_and_even_contexts_are_not_cut(
+    module: RecordingModule, lengths: tuple[int, ...], own_kernel: bool, cut: bool
+) -> None:
+    attention = FlashInferAttention(torch.zeros(1, 1, 2, 16, 8, 128), 32, SPECS[:1], 8, own_kernel=own_kernel)
+    indptr = np.cumsum([0, *(-(-length // 16) for length in lengths)], dtype=np.int32)
+    empty = torch.zeros(0, dtype=torch.int32)
+    rows = slice(0, len(lengths))
+    lane = Lane(rows, np.arange(len(lengths) + 1, dtype=np.int32), indptr, empty, empty, empty)
+    batch = AttentionBatch(lane, None, empty, empty, in_graph=True, kv_rows=())
+    assert attention.wants_cut(batch) == cut

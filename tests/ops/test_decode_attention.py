@@ -117,13 +117,13 @@ def test_many_and_long_sequences(case: str) -> None:
     made.check()
 
 
-@pytest.mark.parametrize("warps", [8, 4, 2])
+@pytest.mark.parametrize("warps", [16, 8, 4, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_does_what_its_reference_does(library: Path, case: str, dtype: torch.dtype, warps: int) -> None:
     made = Case(dtype, **CASES[case])
     num_blocks = made.query.size(0) * made.cache.size(4)
-    num_sms = {8: num_blocks, 4: -(-num_blocks // 4), 2: num_blocks // 5}[warps]
+    num_sms = {16: num_blocks, 8: -(-num_blocks // 2), 4: -(-num_blocks // 4), 2: num_blocks // 5}[warps]
     made.run(partial(emulated_decode_attention, library, num_sms))
     made.check()
 
@@ -135,19 +135,33 @@ def test_ids_of_more_than_32_blocks_a_warp(library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "broken"),
+    ("text", "broken", "num_sms"),
     [
-        ("first + behind < valid", "first >= 0"),
-        ("range.sees(token + i / 2 * 8) ? ", "true ? "),
-        ("sums.total[head] * shrink +", "sums.total[head] +"),
-        ("tile[head + 2] *= shrink;", ""),
-        ("if (index % 32 == 0)", "if (index == 0)"),
-        ("shared.largest[warp][head] - largest)", "shared.largest[0][head] - largest)"),
-        ("  wait_for_previous();\n", ""),
+        ("first + behind < valid", "first >= 0", 2),
+        ("range.sees(token + i / 2 * 8) ? ", "true ? ", 2),
+        ("sums.total[head] * shrink +", "sums.total[head] +", 2),
+        ("tile[head + 2] *= shrink;", "", 2),
+        ("if (index % 32 == 0)", "if (index == 0)", 2),
+        ("shared.largest[slot][head] - largest)", "shared.largest[0][head] - largest)", 2),
+        ("  wait_for_previous();\n", "", 2),
+        ("sums.total[head] *= own_share;", "", 1000),
+        ("if (warp < 8) absorb(sums, shared, warp);", "", 1000),
+        ("if (other == -INFINITY) continue;", "", 1000),
     ],
-    ids=["values behind the end", "scores behind the end", "total", "rescaling", "block ids", "merging", "no wait"],
+    ids=[
+        "values behind the end",
+        "scores behind the end",
+        "total",
+        "rescaling",
+        "block ids",
+        "merging",
+        "no wait",
+        "total of two warps",
+        "half the warps",
+        "warps without tokens",
+    ],
 )
-def test_a_broken_kernel_is_noticed(nvcc: str, tmp_path: Path, text: str, broken: str) -> None:
+def test_a_broken_kernel_is_noticed(nvcc: str, tmp_path: Path, text: str, broken: str, num_sms: int) -> None:
     sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
     path = sources / "include" / "punica" / "decode_attention.cuh"
     assert text in path.read_text()
@@ -156,7 +170,7 @@ def test_a_broken_kernel_is_noticed(nvcc: str, tmp_path: Path, text: str, broken
     made = Case(torch.bfloat16, heads=2, kv_heads=1, head_dim=64, lengths=(*LENGTHS, 2200))  # 137 blocks
 
     def run_and_check() -> None:
-        made.run(partial(emulated_decode_attention, library, 2))
+        made.run(partial(emulated_decode_attention, library, num_sms))
         made.check()
 
     with pytest.raises((AssertionError, RuntimeError)):

@@ -177,15 +177,15 @@ __device__ inline int block_id(DecodeAttentionParams const& params, int first, i
 template <int kHeadDim, int kWarps>
 struct DecodeShared {
   static constexpr int kPitch = kHeadDim + 8;  // floats; heads that are stored at once lie in other banks
-  float out[kWarps][kDecodeHeads][kPitch];
-  float largest[kWarps][kDecodeHeads];
-  float total[kWarps][kDecodeHeads];
+  static constexpr int kSlots = kWarps < 8 ? kWarps : 8;
+  float out[kSlots][kDecodeHeads][kPitch];
+  float largest[kSlots][kDecodeHeads];
+  float total[kSlots][kDecodeHeads];
   DecodeQuery<kHeadDim> query;
 };
 
 template <int kHeadDim, int kWarps>
-__device__ inline void leave(DecodeShared<kHeadDim, kWarps>& shared, KvSums<kHeadDim> const& sums) {
-  int const warp = threadIdx.x / 32;
+__device__ inline void leave(DecodeShared<kHeadDim, kWarps>& shared, KvSums<kHeadDim> const& sums, int slot) {
   int const g = threadIdx.x % 32 / 4;
   int const q = threadIdx.x % 4;
 #pragma unroll
@@ -194,16 +194,42 @@ __device__ inline void leave(DecodeShared<kHeadDim, kWarps>& shared, KvSums<kHea
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
     if (g == 0) {
-      shared.largest[warp][2 * q + head] = sums.largest[head];
-      shared.total[warp][2 * q + head] = total;
+      shared.largest[slot][2 * q + head] = sums.largest[head];
+      shared.total[slot][2 * q + head] = total;
     }
-    float* const row = shared.out[warp][2 * q + head] + 8 * g;
+    float* const row = shared.out[slot][2 * q + head] + 8 * g;
 #pragma unroll
     for (int tile = 0; tile < kHeadDim / 16; ++tile) {
       row[tile / 4 * 64 + tile % 4 * 2] = sums.out[tile][head];
       row[tile / 4 * 64 + tile % 4 * 2 + 1] = sums.out[tile][head + 2];
     }
   }
+}
+
+// Adds what another warp left in a slot to this warp's own sums.
+template <int kHeadDim, int kWarps>
+__device__ inline void absorb(KvSums<kHeadDim>& sums, DecodeShared<kHeadDim, kWarps> const& shared, int slot) {
+  int const g = threadIdx.x % 32 / 4;
+  int const q = threadIdx.x % 4;
+#pragma unroll
+  for (int head = 0; head < 2; ++head) {
+    float const other = shared.largest[slot][2 * q + head];
+    if (other == -INFINITY) continue;  // it had no tokens
+    float const largest = max(sums.largest[head], other);
+    float const own_share = exp2f(sums.largest[head] - largest);
+    float const other_share = exp2f(other - largest);
+    sums.largest[head] = largest;
+    sums.total[head] *= own_share;
+    if (g == 0) sums.total[head] += other_share * shared.total[slot][2 * q + head];
+    float const* const row = shared.out[slot][2 * q + head] + 8 * g;
+#pragma unroll
+    for (int tile = 0; tile < kHeadDim / 16; ++tile) {
+      int const column = tile / 4 * 64 + tile % 4 * 2;
+      sums.out[tile][head] = sums.out[tile][head] * own_share + other_share * row[column];
+      sums.out[tile][head + 2] = sums.out[tile][head + 2] * own_share + other_share * row[column + 1];
+    }
+  }
+  __syncwarp();  // the slot is this warp's from now on
 }
 
 // What the warps left, added up: two columns of a head at a time.
@@ -214,14 +240,14 @@ __device__ inline void store_merged(DecodeShared<kHeadDim, kWarps> const& shared
     int const column = i % (kHeadDim / 2) * 2;
     float largest = -INFINITY;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) largest = max(largest, shared.largest[warp][head]);
+    for (int slot = 0; slot < shared.kSlots; ++slot) largest = max(largest, shared.largest[slot][head]);
     float total = 0.0f, low = 0.0f, high = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      float const share = exp2f(shared.largest[warp][head] - largest);
-      total += share * shared.total[warp][head];
-      low += share * shared.out[warp][head][column];
-      high += share * shared.out[warp][head][column + 1];
+    for (int slot = 0; slot < shared.kSlots; ++slot) {
+      float const share = exp2f(shared.largest[slot][head] - largest);
+      total += share * shared.total[slot][head];
+      low += share * shared.out[slot][head][column];
+      high += share * shared.out[slot][head][column + 1];
     }
     *reinterpret_cast<uint32_t*>(out + head * kHeadDim + column) = Convert<T>::pack(low / total, high / total);
   }
@@ -283,7 +309,12 @@ __global__ void __launch_bounds__(32 * kWarps, kDecodeWarps / kWarps)
     if (has_next)
       load_values(tile, rows_of(params.values, id), params.token_stride, range.num_tokens - token_of(index + 1));
   }
-  leave(shared, sums);
+  if constexpr (kWarps > 8) {
+    if (warp >= 8) leave(shared, sums, warp - 8);
+    __syncthreads();
+    if (warp < 8) absorb(sums, shared, warp);
+  }
+  if (warp < 8) leave(shared, sums, warp);
   __syncthreads();
   store_merged(shared, static_cast<T*>(params.out) + first_row, group);
 }
@@ -299,6 +330,7 @@ template <typename T>
 cudaError_t launch_decode_attention(DecodeAttentionParams const& params, LaunchConfig const& config) {
   int const grid = params.num_seqs * params.num_kv_heads;
   if (grid == 0) return cudaSuccess;
+  if (grid <= config.num_sms) return launch_decode_attention_with<T, kDecodeWarps>(params, config);
   if (grid <= config.num_sms * kDecodeWarps / 8) return launch_decode_attention_with<T, 8>(params, config);
   if (grid <= config.num_sms * kDecodeWarps / 4) return launch_decode_attention_with<T, 4>(params, config);
   return launch_decode_attention_with<T, 2>(params, config);
