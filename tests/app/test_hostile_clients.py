@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -338,3 +339,45 @@ async def test_a_client_of_http_1_0_gets_no_chunks(model_dir: Path, stream: bool
         assert json.loads(text)["choices"][0]["text"] == "abca"
     assert b"transfer-encoding" not in long_head
     assert len(json.loads(long_body)["choices"]) == 2
+
+
+async def visit(address: list[str], chance: random.Random) -> None:
+    """A client that asks for something or nothing, reads some or none of it, and leaves one way or the other."""
+    asked = {"model": BASE, "prompt": "abc", "n": chance.choice([1, 4]), "max_tokens": chance.choice([1, 30, 300])}
+    body = json.dumps(asked | {"stream": chance.random() < 0.5, "logprobs": chance.choice([None, 5])}).encode()
+    request = head("/v1/completions", body)
+    sent = chance.choice(
+        [b"", request[: chance.randrange(60)], request[:-5], b"\x00\r\n\r\n", request * 3, request, request, request]
+    )
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(3 * chance.random()):
+            reader, writer = await asyncio.open_connection(*address)
+            try:
+                writer.write(sent)
+                await reader.read(chance.choice([1, 100, 100_000]))
+                await asyncio.sleep(chance.random())
+            finally:
+                writer.transport.abort() if chance.random() < 0.5 else writer.close()
+
+
+async def test_hundreds_of_clients_of_all_kinds_leave_nothing_behind(model_dir: Path) -> None:
+    with running(
+        model_dir, "--request-timeout", "2", "--send-timeout", "2", step_seconds=0.002, open_files=256
+    ) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            assert (await http.get("/health")).status_code == 200
+            files = Path(f"/proc/{server.process.pid}/fd")
+            before, chance = len(list(files.iterdir())), random.Random(3)
+            address = server.url.removeprefix("http://").split(":")
+            for _ in range(3):
+                await asyncio.gather(*(visit(address, chance) for _ in range(200)))
+                assert (await http.get("/health")).status_code == 200
+            async with asyncio.timeout(30):
+                while len(list(files.iterdir())) > before + 1:
+                    await asyncio.sleep(0.1)
+                for name in ("punica_in_flight", "punica_queued_prompt_tokens", "punica_request_body_bytes"):
+                    while await server.metric(name):
+                        await asyncio.sleep(0.1)
+            answer = await http.post("/v1/completions", json={"model": BASE, "prompt": "a", "max_tokens": 3})
+            assert answer.json()["choices"][0]["text"] == "aaa"
+            assert await server.metric("punica_worker_restarts_total") == 0
