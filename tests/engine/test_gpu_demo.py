@@ -1,0 +1,90 @@
+"""The demo's adapters on the GPU in 16 bits, on SmolLM2-135M's shape: no further from fp32 than twice PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from punica_core.engine.graphs import GraphSizes
+from punica_core.lora.weights import load_adapter
+from punica_core.model.demo import cache_root
+from punica_core.ops import cuda
+from punica_core.scheduler.plan import BASE_SLOT
+from tests.support.driven_device_runner import DrivenDeviceRunner
+from tests.support.driven_runner import random_prompt
+from tests.support.peft_adapters import adapter_ref, linear_shapes, peft_warnings_ignored
+
+pytestmark = pytest.mark.gpu
+
+ADAPTERS = sorted(path for path in Path("examples/adapters").resolve().iterdir() if path.is_dir())
+DEMO = cache_root() / "models" / "smollm2-135m-instruct"
+PROMPTS = ((BASE_SLOT, 17), (0, 1), (1, 15), (2, 112), (3, 113), (0, 111), (1, 16), (BASE_SLOT, 60))
+NEW_TOKENS = 5
+
+
+def build() -> PreTrainedModel:
+    """The demo model where it has been prepared; else its shape, with random weights of its own scale."""
+    if (DEMO / "config.json").is_file():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+        return model.eval()
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def whole_logits(slot: int, token_ids: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Logits [T, V] of transformers and PEFT on the whole sequence."""
+    model: Any = build().to(device, dtype)
+    with peft_warnings_ignored(), torch.no_grad():
+        if slot != BASE_SLOT:
+            model = PeftModel.from_pretrained(model, ADAPTERS[slot]).to(device, dtype).eval()
+        logits: torch.Tensor = model(torch.tensor([token_ids], device=device)).logits[0]
+    return logits.float().cpu()
+
+
+def error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((logits - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_demo_is_as_near_the_reference_as_peft(dtype: torch.dtype) -> None:
+    cuda.load()
+    shapes = linear_shapes(build())
+    adapters = {slot: load_adapter(adapter_ref(folder), shapes, dtype, 256) for slot, folder in enumerate(ADAPTERS)}
+    driven = DrivenDeviceRunner(
+        build().to("cuda", dtype), adapters, flashinfer=True, graphs=GraphSizes((2, 8), (0, 8), (64, 256))
+    )
+    sequences = [driven.sequence(random_prompt(n, 49152, seed=i), slot) for i, (slot, n) in enumerate(PROMPTS)]
+    continuations = [random_prompt(NEW_TOKENS, 49152, seed=100 + i) for i in range(len(PROMPTS))]
+    driven.teacher_force(sequences, continuations, 64)
+    ours = theirs = 0.0
+    nearest_other = float("inf")
+    for (slot, _), sequence in zip(PROMPTS, sequences, strict=True):
+        logits = driven.logits_of(sequence).cpu()
+        token_ids = sequence.token_ids[:-1]
+        reference = whole_logits(slot, token_ids, torch.float32, "cpu")[-len(logits) :]
+        ours = max(ours, error(logits, reference))
+        theirs = max(theirs, error(whole_logits(slot, token_ids, dtype, "cuda")[-len(logits) :], reference))
+        other = BASE_SLOT if slot != BASE_SLOT else 0
+        wrong = whole_logits(other, token_ids, torch.float32, "cpu")[-len(logits) :]
+        nearest_other = min(nearest_other, error(logits, wrong))
+    print(f"{dtype}: error {ours:.4f}, PEFT's {theirs:.4f}, to the nearest wrong adapter {nearest_other:.4f}")
+    assert theirs > 0
+    assert ours <= 2 * theirs, f"ours {ours:.3g}, PEFT's {theirs:.3g}"
+    assert nearest_other > 2 * ours, f"a wrong adapter is {nearest_other:.3g} away, the right one {ours:.3g}"
