@@ -18,7 +18,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · Wᵀ + b. x: [..., I]; weight: [O, I]; bias: [O] or None → [..., O], contiguous."""
     rows = x.numel() // x.size(-1)
-    if 0 < rows <= FEW_ROWS and prefers_left_weight() and not (x.is_cuda or torch.compiler.is_compiling()):
+    plain = x.is_cuda or torch.compiler.is_compiling()  # first: what asks the processor is not to be compiled
+    if not plain and 0 < rows <= FEW_ROWS and prefers_left_weight():
         return left_linear(x, weight, bias)
     return functional.linear(x, weight, bias)
 
