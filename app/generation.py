@@ -108,8 +108,9 @@ async def chat_job(
         )
 
     text = await off_loop_if_large(rendering_cost(body.messages, body.chat_template_kwargs), rendered)
-    check_hopeless(text, tokenizer, max_model_len, "messages")
-    ids = await off_loop_if_large(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
+    ids = await off_loop_if_large(
+        len(text), lambda: fitting_ids(text, tokenizer, max_model_len, "messages", add_special_tokens=False)
+    )
     n = body.n or 1
     scores = Scores((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     room = scores.room(len(ids), n)
@@ -174,8 +175,7 @@ def _completion_prompts(
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            check_hopeless(prompt, tokenizer, max_model_len, "prompt")
-            ids = tokenizer.encode(prompt, add_special_tokens=True)
+            ids = fitting_ids(prompt, tokenizer, max_model_len, "prompt", add_special_tokens=True)
             prompts.append(Prompt(ids, prompt if with_text else ""))
         else:
             check_ids(prompt, tokenizer.vocab_size, "prompt")
@@ -184,15 +184,20 @@ def _completion_prompts(
     return prompts
 
 
-def check_hopeless(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit, before it is tokenized."""
+def fitting_ids(
+    text: str, tokenizer: Tokenizer, max_model_len: int, field: str, *, add_special_tokens: bool
+) -> list[int]:
+    """The text's token ids. Raises ContextLengthExceeded for one that cannot fit, mostly before all is tokenized."""
     fewest = tokenizer.fewest_tokens(text)
+    if fewest <= max_model_len and tokenizer.surely_exceeds(text, max_model_len):
+        fewest = max_model_len + 1
     if fewest > max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens. However, {field} has {len(text)} "
             f"characters, which are at least {fewest} tokens (context_length_exceeded).",
             param=field,
         )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_ids(ids: list[int], vocab_size: int, field: str) -> None:

@@ -18,6 +18,8 @@ from punica_core.errors import ConfigError, InvalidRequest
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 8192
 """Characters from which tokenizing is worth a thread: about a millisecond, which the event loop begins to feel."""
+_USUAL_CHARACTERS = 8
+"""Of a token, at most, in a text that fits: beyond it is worth a look."""
 _CONTEXT_TOKENS = 8
 """Prompt tokens that precede a completion when its first characters are decoded."""
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
@@ -113,6 +115,22 @@ class Tokenizer:
         # byte-level tokens cover every byte; normal forms compose up to four characters into one
         characters = len(text) if self._rust.normalizer is None else len(text) // 4
         return characters // self._longest_piece
+
+    def surely_exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens, told from no more of it than has twice as many; False where that
+        is not sure. Tokenizing all of a text takes as long as the text is, which its fate need not.
+
+        Tokens of parts are a few more than those of the whole, which has fewer cuts: hence twice as many.
+        """
+        if len(text) <= max(_USUAL_CHARACTERS * limit, LONG_TEXT):
+            return False
+        count = at = 0
+        while at < len(text) and count <= 2 * limit:
+            space = text.rfind(" ", at + 1, at + LONG_TEXT)
+            end = space if space > 0 else at + LONG_TEXT
+            count += len(self._rust.encode_batch([text[at:end]], add_special_tokens=False)[0].ids)
+            at = end
+        return count > 2 * limit
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids at once."""

@@ -10,7 +10,7 @@ from app.access import caller
 from app.api_errors import error_response
 from app.body import Body
 from app.chat_template import ChatTemplate
-from app.generation import check_hopeless, check_ids, off_loop_if_large, rendering_cost
+from app.generation import check_ids, fitting_ids, off_loop_if_large, rendering_cost
 from app.keys import ApiKey
 from app.openapi import answered_by
 from app.responses import DetokenizeResponse, TokenizeResponse
@@ -33,10 +33,9 @@ async def tokenize(request: Request) -> Response:
             template = await service.template_of(_adapter(service, body.model, caller(request)))
             size = rendering_cost(body.messages or (), body.chat_template_kwargs)
             field, text, special = await off_loop_if_large(size, lambda: _text(body, service.tokenizer, template))
-            check_hopeless(text, service.tokenizer, service.layout.max_model_len, field)
             strings = bool(body.return_token_strs)
             answer = await off_loop_if_large(
-                len(text), lambda: _tokenized(text, service, special=special, with_strings=strings)
+                len(text), lambda: _tokenized(text, field, service, special=special, with_strings=strings)
             )
         except PunicaError as error:
             return error_response(error)
@@ -69,9 +68,9 @@ def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | N
     return None if model is None else service.resolve(model, key)
 
 
-def _tokenized(text: str, service: Service, *, special: bool, with_strings: bool) -> bytes:
+def _tokenized(text: str, field: str, service: Service, *, special: bool, with_strings: bool) -> bytes:
     tokenizer, length = service.tokenizer, service.layout.max_model_len
-    ids = tokenizer.encode(text, add_special_tokens=special)
+    ids = fitting_ids(text, tokenizer, length, field, add_special_tokens=special)
     strings = [tokenizer.token_string(token) for token in ids] if with_strings else None
     return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, strings))
 

@@ -16,19 +16,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from app import output_text, streaming
 from app.formats import CompletionFormat
+from app.generation import fitting_ids
 from app.messages import FunctionCall
 from app.output_text import OutputText, Piece
 from app.schemas import ChatRequest, CompletionRequest, parse
 from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core import protocol
-from punica_core.errors import InvalidRequest
+from punica_core.errors import ContextLengthExceeded, InvalidRequest
 from punica_core.protocol import FinishReason, LogprobTable, SequenceOutput, TokenLogprobs
 from tests.app.conftest import BASE, MakeServer, events
-from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer
+from tests.support.tokenizer_folders import BYTE_LEVEL_VOCAB, byte_level_tokenizer, sentencepiece_tokenizer
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -97,6 +100,42 @@ def memory_of(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
+
+
+SENTENCEPIECE = Tokenizer(sentencepiece_tokenizer(), 400, {"bos_token": "<s>"}, None)
+
+
+@pytest.mark.parametrize("text", ["lo world ", "x", "é" * 3 + " ", "\U0001f600"])
+def test_a_text_that_cannot_fit_is_known_from_its_beginning(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Of a decoder of which nothing can be said beforehand."""
+    looked_at = 0
+
+    class Counting:
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            nonlocal looked_at
+            looked_at += sum(map(len, texts))
+            return rust.encode_batch(texts, **options)
+
+    rust, limit = SENTENCEPIECE._rust, 3000
+    long = text * (1_000_000 // len(text))
+    assert SENTENCEPIECE.fewest_tokens(long) == 0
+    assert len(SENTENCEPIECE.encode(long, add_special_tokens=False)) > 4 * limit
+    monkeypatch.setattr(SENTENCEPIECE, "_rust", Counting())
+    assert SENTENCEPIECE.surely_exceeds(long, limit)
+    assert looked_at < 100_000
+    with pytest.raises(ContextLengthExceeded, match="at least 3001 tokens"):
+        fitting_ids(long, SENTENCEPIECE, limit, "prompt", add_special_tokens=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["lo", "world", "é", "x" * 40, " "]), min_size=1, max_size=8),
+    limit=st.integers(1, 4000),
+)
+def test_no_text_that_fits_is_refused_for_its_length(words: list[str], limit: int) -> None:
+    text = " ".join(words * 5000)[:20_000]
+    if SENTENCEPIECE.surely_exceeds(text, limit):
+        assert len(SENTENCEPIECE.encode(text, add_special_tokens=False)) > limit
 
 
 async def test_a_hopelessly_long_text_is_refused_without_being_tokenized(
