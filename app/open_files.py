@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 
 RESERVED_FILES = 128
@@ -11,11 +12,15 @@ MOST_CONNECTIONS = 1 << 16
 
 def max_connections() -> int:
     """Raise the limit of open files as far as it goes, and return how many of them may be connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + RESERVED_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    else:
-        most = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _least(hard, wanted)
+    if _least(soft, most) < most:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a limit of its own, which it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    most = _least(resource.getrlimit(resource.RLIMIT_NOFILE)[0], wanted)
     return max(most - RESERVED_FILES, most // 2)
+
+
+def _least(limit: int, wanted: int) -> int:
+    return wanted if limit == resource.RLIM_INFINITY else min(limit, wanted)
