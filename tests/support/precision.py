@@ -103,6 +103,8 @@ def _std(case: Case) -> float:
 
 def _driven(build: Build, folders: list[Path], device: str, dtype: torch.dtype) -> DrivenDeviceRunner:
     loaded = prepare(build().to(device, dtype), Path("."), build().config.max_position_embeddings)
+    if device == "cuda":
+        torch.cuda.synchronize()  # gains are computed beside the stream that made the base
     adapters = {slot: load_for(loaded, folder) for slot, folder in enumerate(folders)}
     options: dict[str, Any] = {"flashinfer": True, "graphs": GRAPHS} if device == "cuda" else {}
     return DrivenDeviceRunner(build().to(device, dtype), adapters, **options)
