@@ -7,9 +7,11 @@ themselves (norms, LoRA-aware linears, rotary embedding, activation) remain the 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ _ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _ATTENTION_WITH_NORMS = ("k_norm", "k_proj", "o_proj", "q_norm", "q_proj", "v_proj")
 
 _PROBE_TOKENS = 5
+
+_LOUDNESS = 16.0
+"""Factor of what norms give out in a second trial: what clips, as OLMo's attention can, would show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class LeanForward:
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """Those in front of attentions and MLPs."""
+        return [norm for layer in self._layers for norm in (layer.input_norm, layer.mlp_norm)]
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, logit_rows: Tensor | None, paged: StepAttention
@@ -113,8 +123,46 @@ def _gives_its_logits(lean: LeanForward, model: Any, limit: int) -> bool:
     position_ids = torch.linspace(0, limit - 1, _PROBE_TOKENS, device=embedding.device).long()[None]
     input_ids = torch.arange(1, _PROBE_TOKENS + 1, device=embedding.device)[None] * 7919 % embedding.size(0)
     with torch.inference_mode():
-        output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, paged=AttentionProbe())
-        return is_rounding(lean(input_ids, position_ids, None, AttentionProbe()), output.logits[0])
+        cos, _ = model.model.rotary_emb(embedding[None, :_PROBE_TOKENS], position_ids)
+        if cos.dtype != embedding.dtype:  # such a model rotates in another dtype than it attends in
+            return False
+
+        def alike(one: AttentionProbe, other: AttentionProbe) -> bool:
+            output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, paged=one)
+            return is_rounding(lean(input_ids, position_ids, None, other), output.logits[0])
+
+        if not alike(AttentionProbe(), AttentionProbe()):
+            return False
+        with _loud(lean.norms):
+            tap, lean_tap = _Tap(), _Tap()
+            return alike(tap, lean_tap) and all(map(is_rounding, lean_tap.seen, tap.seen))
+
+
+@dataclass
+class _Tap(AttentionProbe):
+    """Notes what it is to attend to, and answers with the queries: scores of loud numbers magnify rounding."""
+
+    seen: list[Tensor] = field(default_factory=list)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        self.seen += [query, key, value]
+        return query.contiguous()
+
+
+@contextlib.contextmanager
+def _loud(norms: Sequence[Any]) -> Iterator[None]:
+    """What norms give out is `_LOUDNESS` times as large meanwhile."""
+    for norm in norms:
+        norm.forward = functools.partial(_louder, norm.forward)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def _louder(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return _LOUDNESS * forward(x)
 
 
 def _assemble(model: Any, specs: Sequence[AttentionSpec], num_heads: int) -> LeanForward | None:

@@ -84,6 +84,28 @@ def test_a_difference_in_one_layer_is_noticed() -> None:
     assert prepared(changed(LlamaMLP, lambda hidden, others: hidden)).lean is not None
 
 
+def test_what_only_loud_numbers_would_show_is_noticed() -> None:
+    assert prepared(of_type("olmo")).lean is not None
+    assert prepared(of_type("olmo", clip_qkv=8.0)).lean is None
+    assert prepared(changed(LlamaMLP, lambda hidden, others: hidden.clamp(-12, 12))).lean is None
+
+
+def test_a_trial_leaves_no_norm_loud() -> None:
+    base = TINY_MODELS["llama"]()
+    ids = torch.tensor([[5, 9, 3, 70, 8]])
+    with torch.inference_mode():
+        expected = base(ids, use_cache=False).logits[0]
+        loaded = prepared(base)
+        assert loaded.lean is not None
+        got = loaded.lean(ids, torch.arange(5)[None], None, AttentionProbe())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_rotate_in_another_dtype_than_their_own_are_left_alone() -> None:
+    """OLMo's positions stay in fp32."""
+    assert prepared(of_type("olmo").to(torch.bfloat16)).lean is None
+
+
 @pytest.mark.parametrize("rows", [[4], [0, 4], [3, 1, 1], []])
 def test_logits_are_those_of_the_rows_asked_for(rows: list[int]) -> None:
     loaded = prepared(TINY_MODELS["qwen3"]())
