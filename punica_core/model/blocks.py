@@ -153,7 +153,7 @@ def _try_rotary(attention: nn.Module, call: Call) -> bool:
     """Let `attention` leave rotating to `paged`, unless it then computes something else."""
     original: Any = type(attention)
     embeddings = call[1].get("position_embeddings")
-    if not _can_rotate(embeddings, int(attention.head_dim)):
+    if not _can_rotate(embeddings, int(attention.head_dim), attention.o_proj.weight.dtype):
         return False
     before = _attended(attention, call)
     attention.__class__ = _rotary_class(original)  # as torch's parametrizations do; keeps paths, weights and hooks
@@ -163,14 +163,15 @@ def _try_rotary(attention: nn.Module, call: Call) -> bool:
     return False
 
 
-def _can_rotate(embeddings: Any, head_dim: int) -> bool:
-    """Whether position embeddings are such as `ops.rotary_append` takes."""
+def _can_rotate(embeddings: Any, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether position embeddings are such as `ops.rotary_append` takes beside a cache of `dtype`: OLMo's are fp32 in
+    any model."""
     if not isinstance(embeddings, tuple) or [getattr(part, "ndim", 0) for part in embeddings] != [3, 3]:
         return False
     cos, sin = embeddings
     multiple = _KERNEL_MULTIPLE if cos.is_cuda else 2
     fits = cos.size(-1) <= head_dim and cos.size(-1) % multiple == head_dim % multiple == 0
-    return bool(fits and cos.shape == sin.shape and cos.dtype == sin.dtype)
+    return bool(fits and cos.shape == sin.shape and cos.dtype == sin.dtype == dtype)
 
 
 def _attended(attention: nn.Module, call: Call) -> list[Tensor]:

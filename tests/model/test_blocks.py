@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from punica_core.model.attention_op import split_rotated
@@ -19,7 +19,7 @@ from punica_core.model.loader import LoadedModel, prepare
 from punica_core.model.probe import AttentionProbe, probe_inputs
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.peft_adapters import tiny_llama
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.tiny_models import TINY_MODELS, TINY_SIZES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -84,6 +84,20 @@ def test_what_can_be_is_rewritten_and_computes_the_same(
     assert passes_pairs(loaded) == pairs
     error = (found.float() - expected.float()).norm() / expected.float().norm()
     assert error <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("dtype", "rotates"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_positions_of_another_dtype_than_the_cache_are_not_left_to_the_kernel(
+    dtype: torch.dtype, rotates: bool
+) -> None:
+    """OLMo's cosines are fp32 whatever the model is, and the kernel takes them in the cache's dtype."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["olmo"](**TINY_SIZES)).eval()
+    loaded = prepared(model.to(dtype))
+    fuse_blocks(loaded.model)
+    probe = RotaryProbe(loaded)
+    logits_of(loaded, probe)
+    assert bool(probe.rotated) == rotates
 
 
 def test_attention_that_cannot_rotate_is_served_as_before() -> None:
