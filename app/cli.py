@@ -111,6 +111,10 @@ def _serve(options: argparse.Namespace, connect: Connect) -> int:
     return 0
 
 
+_MAX_KEEPALIVE = 32_767
+"""Seconds that Linux takes for either of its two keep-alive times."""
+
+
 def _bind(chosen: Settings) -> socket.socket:
     """The server's socket, bound before the model is loaded: a port in use is known at once. Until the server listens,
     connections are refused."""
@@ -135,6 +139,7 @@ def _notice_vanished_clients(listener: socket.socket, seconds: float) -> None:
     that was switched off or unplugged closes nothing, and its requests would keep their seats."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
+        seconds = min(seconds, 2 * _MAX_KEEPALIVE)  # longer would be refused
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 8)))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(seconds * 1000)))

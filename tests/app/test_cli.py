@@ -206,3 +206,10 @@ def test_connections_of_clients_that_have_vanished_are_closed_by_the_system() ->
             assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [20, 5, 40_000]
             alive = [one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for one in (accepted, client)]
             assert alive == [1, 0]
+
+
+@pytest.mark.parametrize("seconds", [86_400.0, 1e9])
+def test_clients_may_have_longer_than_the_system_can_count(seconds: float) -> None:
+    with cli._bind(Settings(model="m", port=0, send_timeout=seconds)) as listener:
+        options = (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+        assert [listener.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [32_767, 65_534_000]
