@@ -23,18 +23,23 @@ struct Cut {
   int items_a_share;  // the same for every share
 };
 
-// Every share is cut into as many items as fill the grid once, or about four times if there are more shares than blocks; but an item has a pack for
-// each warp, and the rounds that a block makes over the packs of an item are as full as can be. Counted for the tile that has the fewest shares.
+// Every share is cut into as many items as fill the grid once, or up to eight times where that leaves fewer blocks idle: lane k rates k + 1 waves by
+// the rounds that a block makes over the packs of its items, and one more for each item. Items have a pack for each warp, in rounds as full as can be;
+// counted for the tile that has the fewest shares.
 __device__ inline Cut make_cut(ExpandParams const& params, WorkList const& work) {
-  constexpr int kWaves = 4;
+  constexpr int kMostWaves = 8;
+  constexpr int kCostBits = 26;
   int const units = params.unit_end[params.tables.slices - 1];
   int const shares = max(1, work.num_shares);
   int const least = max(1, work.least_shares);
   int const blocks = gridDim.x;
-  int const items = max(1, quotient(shares <= blocks ? blocks : kWaves * blocks, shares));
   int const round = least * kExpandWarps * (least == 1 ? 2 : 1);  // units of a round; such tiles have packs of two units
-  int const rounds = quotient(units + round * items - 1, round * items);
-  return {units, quotient(units + round * rounds - 1, round * rounds)};
+  int const wanted = max(1, quotient((static_cast<int>(threadIdx.x) % kMostWaves + 1) * blocks, shares));
+  int const rounds = quotient(units + round * wanted - 1, round * wanted);
+  int const items = quotient(units + round * rounds - 1, round * rounds);
+  unsigned const cost = quotient(shares * items + blocks - 1, blocks) * (rounds + 1);
+  unsigned const best = warp_min(min(cost, (1u << kCostBits) - 1) << 5 | threadIdx.x % kMostWaves) & 31;
+  return {units, shuffle(items, static_cast<int>(best))};
 }
 
 // The item from slice `first_slice` on, if it reaches that far. Its record is loaded here.
