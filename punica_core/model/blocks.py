@@ -92,7 +92,8 @@ def _fused_product(attention: nn.Module) -> LoRALinear | None:
     query, *others = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
     if not isinstance(query, LinearSlice) or not all(isinstance(part, LinearSlice) for part in others):
         return None
-    is_known = isinstance(attention.o_proj, LoRALinear) and isinstance(getattr(attention, "head_dim", None), int)
+    out, head_dim = getattr(attention, "o_proj", None), getattr(attention, "head_dim", None)
+    is_known = isinstance(out, LoRALinear) and isinstance(head_dim, int)
     return query.fused if is_known else None
 
 

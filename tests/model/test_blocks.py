@@ -100,6 +100,17 @@ def test_positions_of_another_dtype_than_the_cache_are_not_left_to_the_kernel(
     assert bool(probe.rotated) == rotates
 
 
+@pytest.mark.parametrize("model_type", ["phi", "opt", "biogpt"])
+def test_attention_whose_output_projection_has_another_name_is_left_alone(model_type: str) -> None:
+    torch.manual_seed(0)
+    loaded = prepared(AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**TINY_SIZES)).eval())
+    expected = logits_of(loaded, AttentionProbe())
+    fuse_blocks(loaded.model)
+    probe = RotaryProbe(loaded)
+    torch.testing.assert_close(logits_of(loaded, probe), expected)
+    assert probe.rotated == []
+
+
 def test_attention_that_cannot_rotate_is_served_as_before() -> None:
     loaded = prepared(tiny_llama())
     expected = logits_of(loaded, AttentionProbe())
