@@ -44,11 +44,14 @@ class StepTimes:
         """A step with this work took `seconds`, above 0."""
         if self._scale == 0.0:
             self._scale = seconds
-            self._covariance = [[seconds**2 * (i == j) for j in range(_NUM_FEATURES)] for i in range(_NUM_FEATURES)]
+            self._forget()
         self._scale *= (seconds / self._scale) ** _SCALE_RATE
         features = self._features(work)
         expected = _dot(features, self._mean)
         spread = [_dot(row, features) for row in self._covariance]
+        if _dot(spread, features) < 0:  # rounding, of measurements many powers of ten apart
+            self._forget()
+            spread = [_dot(row, features) for row in self._covariance]
         variance = _dot(spread, features) + (_NOISE * max(expected, self._scale)) ** 2
         surprise = min(seconds - expected, max(expected, _OUTLIER * math.sqrt(variance)))
         gains = [value / variance for value in spread]
@@ -60,6 +63,11 @@ class StepTimes:
             ]
             for i, (row, gain) in enumerate(zip(self._covariance, gains, strict=True))
         ]
+
+    def _forget(self) -> None:
+        """The estimates are no more than a guess."""
+        unknown = self._scale**2
+        self._covariance = [[unknown * (i == j) for j in range(_NUM_FEATURES)] for i in range(_NUM_FEATURES)]
 
     def expected(self, work: StepWork) -> float:
         """Seconds that a step with this work takes; infinite before the first measurement."""

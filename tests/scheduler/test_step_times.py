@@ -117,6 +117,16 @@ def test_whatever_is_measured_the_estimate_stays_one() -> None:
     assert np.linalg.eigvalsh(covariance).min() > 0
 
 
+def test_measurements_fourteen_powers_of_ten_apart_raise_nothing() -> None:
+    rng, times = random.Random(5), StepTimes(2048)
+    for _ in range(3000):
+        prompt = rng.choice([0, 0, 64, 512, 8192])
+        attended = prompt * rng.choice([1, 100, 1000, 131_072, 1_000_000])
+        work = StepWork(rng.choice([0, 1, 8, 256, 4096]), prompt, int(prompt > 0), attended)
+        times.observe(work, rng.choice([1e-9, 1e-6, 1e-3, 1.0, 100.0, 1e5]))
+        assert math.isfinite(times.at_most(work))
+
+
 def test_one_absurd_first_step_is_forgotten() -> None:
     times = StepTimes()
     times.observe(StepWork(1), 30.0)
