@@ -7,7 +7,7 @@ original module stood.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,7 +113,8 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
 
     weight: [ΣO, I]; bias: [ΣO] or None; of a single linear its own parameters. Without adapters the output is the base
     linears'. context: where the running step's adapters are found; may be replaced. table: the group's records on the
-    device, where adapters are served from tables.
+    device, where adapters are served from tables. product: how x · Wᵀ + b is computed elsewhere;
+    may be replaced.
     """
 
     def __init__(self, group: LinearGroup, linears: Sequence[nn.Linear], context: LoRAContext) -> None:
@@ -121,6 +122,7 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         self.group = group
         self.context = context
         self.table: Tensor | None = None
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
         self._out_features = list(group.out_features)
         weights = [part.weight for part in linears]
         biases = [part.bias for part in linears if part.bias is not None]
@@ -167,7 +169,7 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
             y = linear(x, self.weight, self.bias)
             table_step.expand(table, self._out_features, x, shrunk, y)
         else:
-            y = linear(x, self.weight, self.bias)
+            y = self.product(x, self.weight, self.bias)
         step = self.context.step
         if step is not None:
             step.add(self.group, x, y)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from punica_core.lora import threads
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.scheduler.plan import BASE_SLOT, StepPlan, StepResult
 from tests.support.driven_runner import DrivenRunner, random_prompt
@@ -152,3 +153,26 @@ def _scaled(module: object, factor: float) -> object:
 
     assert isinstance(module, ModuleWeights)
     return ModuleWeights(module.a * factor, module.b * factor, module.scale)
+
+
+def test_the_base_products_of_few_rows_choose_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: dict[int, set[int]] = {}
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        used.setdefault(weight.size(0), set()).add(torch.get_num_threads())
+        return torch.nn.functional.linear(x, weight, bias)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "linear", noted)
+    torch.set_num_threads(2)
+    try:
+        driven = DrivenRunner(tiny_llama())
+        widths = {sum(group.out_features) for group in driven.loaded.groups} | {VOCAB_SIZE}
+        sequence = driven.sequence(random_prompt(100, VOCAB_SIZE))
+        driven.generate([sequence], new_tokens=1)
+        assert used == {width: {2} for width in widths}  # many rows: torch's own way, on all
+        driven.generate([sequence], new_tokens=4)
+        assert used == {width: {1, 2} for width in widths}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
