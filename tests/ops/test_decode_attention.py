@@ -134,6 +134,7 @@ def test_ids_of_more_than_32_blocks_a_warp(library: Path) -> None:
     made.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "broken", "num_sms"),
     [

@@ -104,6 +104,7 @@ def test_the_kernel_does_what_its_reference_does(library: Path, shape: str, dtyp
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "broken"),
     [
