@@ -49,7 +49,7 @@ serve() {
     done
     bench serve "$scenario" --base-url "$url" --warmup --popularity base,identical,skewed,distinct \
         ${load[@]+"${load[@]}"} --out "$OUT/serve-$MODEL" || code=1
-    [ -n "${QUICK:-}" ] || bench serve "$scenario" --base-url "$url" --popularity base,skewed --clients 256 --requests 1024 \
+    [ -n "${QUICK:-}" ] || bench serve "$scenario" --base-url "$url" --popularity base,skewed --clients 256 --processes 4 --requests 1024 \
         --out "$OUT/serve-256-clients-$MODEL" || code=1
     return $code
 }

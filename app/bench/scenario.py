@@ -19,6 +19,7 @@ BASE = "base"
 """The popularity of a load that asks for no adapter."""
 
 MAX_REQUESTS = 100_000
+MAX_PROCESSES = 64
 MAX_SECONDS = 3600.0
 
 
@@ -43,6 +44,7 @@ class Scenario:
     base: str = _key("", "name of the base model (default: the one that the server lists as others' parent)")
     mode: str = _key("closed", "closed: a number of clients; open: requests arrive when planned")
     clients: int = _key(64, "closed loop: requests in flight")
+    processes: int = _key(1, "client processes that share the clients; one sends and reads on one core")
     requests: int = _key(256, f"how many, at most {MAX_REQUESTS}")
     max_seconds: float = _key(600.0, f"cut the run off after this time, at most {MAX_SECONDS:.0f}")
     popularity: str = _key(
@@ -68,6 +70,7 @@ class Scenario:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}.")
         bounds = {
             "clients": (1, MAX_REQUESTS),
+            "processes": (1, MAX_PROCESSES),
             "requests": (1, MAX_REQUESTS),
             "max_seconds": (0.001, MAX_SECONDS),
             "token_low": (0, self.token_high - 1),

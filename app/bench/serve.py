@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from app.bench.fleet import run_plan
 from app.bench.load import Run, run_load
 from app.bench.report import draw, table, text_lines
 from app.bench.scenario import BASE, Models, Scenario, load_scenario
@@ -52,7 +53,13 @@ def main(options: argparse.Namespace) -> int:
         "runs": {},
     }
     for popularity, plan in plans.items():
-        run = uvloop.run(run_load(scenario.base_url, plan, clients=scenario.clients, max_seconds=scenario.max_seconds))
+        run = run_plan(
+            scenario.base_url,
+            plan,
+            clients=scenario.clients,
+            max_seconds=scenario.max_seconds,
+            processes=scenario.processes,
+        )
         summary = report["runs"][popularity] = summarize(run)
         print(f"{popularity}: " + "\n".join(text_lines(summary)), flush=True)
         if options.out:

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.bench.fleet import merged, run_plan
 from app.bench.load import Run
 from app.bench.scenario import Models, Scenario, add_flags, load_scenario
 from app.bench.serve import add_flags as serve_flags
@@ -20,6 +21,7 @@ from app.bench.serve import served_models
 from app.bench.stream import Outcome
 from app.bench.summary import summarize
 from punica_core.bench.latency import percentiles
+from punica_core.bench.workload import PlannedRequest
 from tests.load_tests.test_load import WHOLE
 
 
@@ -182,3 +184,30 @@ def test_servers_that_name_no_parents_have_equal_models(monkeypatch: pytest.Monk
     answer = httpx.Response(200, json={"data": [{"id": "x"}, {"id": "y"}]}, request=httpx.Request("GET", "http://a"))
     monkeypatch.setattr(httpx, "get", lambda *args, **options: answer)
     assert served_models(Scenario()) == Models("x", ("x", "y"))
+
+
+def by_processes(url: str, processes: int) -> Run:
+    requests = [PlannedRequest("missing" if i % 4 == 1 else f"m{i}", (5, 6), 3) for i in range(10)]
+    return run_plan(url, requests, clients=5, max_seconds=30.0, processes=processes)
+
+
+def test_several_client_processes_send_the_plan_once_and_in_its_order(server_url: str) -> None:
+    run = by_processes(server_url, 3)
+    expected = [("missing", "http_404") if i % 4 == 1 else (f"m{i}", "") for i in range(10)]
+    assert [(outcome.model, outcome.error) for outcome in run.outcomes] == expected
+    assert run.not_sent == 0
+    assert [(o.model, o.error) for o in by_processes(server_url, 1).outcomes] == expected
+
+
+def test_runs_of_processes_are_put_together_by_their_places_in_the_plan() -> None:
+    def part(*models: str, seconds: float, not_sent: int) -> Run:
+        return Run([Outcome(model, 0.0) for model in models], not_sent, seconds, seconds / 10, [seconds])
+
+    runs = [
+        part("a", "d", seconds=3.0, not_sent=0),
+        part("b", seconds=4.0, not_sent=1),
+        part("c", seconds=1.0, not_sent=0),
+    ]
+    whole = merged(runs, 5)
+    assert [outcome.model for outcome in whole.outcomes] == ["a", "b", "c", "d"]
+    assert (whole.not_sent, whole.seconds, whole.client_cpu, whole.client_lags) == (1, 4.0, 0.4, [3.0, 4.0, 1.0])
