@@ -17,6 +17,7 @@ from punica_core.model.attention_op import split_rotated
 from punica_core.model.blocks import fuse_blocks
 from punica_core.model.loader import LoadedModel, prepare
 from punica_core.model.probe import AttentionProbe, probe_inputs
+from tests.model.test_model_types import SERVED, build
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.peft_adapters import tiny_llama
 from tests.support.tiny_models import TINY_MODELS, TINY_SIZES
@@ -109,6 +110,14 @@ def test_attention_whose_output_projection_has_another_name_is_left_alone(model_
     probe = RotaryProbe(loaded)
     torch.testing.assert_close(logits_of(loaded, probe), expected)
     assert probe.rotated == []
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_every_served_type_computes_the_same_once_rewritten(model_type: str) -> None:
+    loaded = prepared(build(model_type, **SERVED[model_type]))
+    expected = logits_of(loaded, AttentionProbe())
+    fuse_blocks(loaded.model)
+    torch.testing.assert_close(logits_of(loaded, RotaryProbe(loaded)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_that_cannot_rotate_is_served_as_before() -> None:
