@@ -14,6 +14,7 @@ WORKER_BENCHMARKS = {
     "kernels": "the CUDA kernels beside cuBLAS loops and gather + bmm (needs a GPU)",
     "decode": "steady-state decode steps by batch and popularity of adapters",
     "throughput": "a whole workload through the engine, adapters by popularity",
+    "quick": "decode, throughput, PEFT and a check of answers on one engine, for a GPU at hand for minutes",
     "scheduler": "what the scheduler's decisions cost",
     "pacing": "what the bound on a step does to streams and throughput, in simulation",
 }
