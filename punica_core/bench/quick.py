@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from punica_core.bench import decode, peft_batch, record, throughput
 from punica_core.bench.answers import check_answers
-from punica_core.bench.parts import BASE, OFF, SYSTEMS, check_systems, device_name
+from punica_core.bench.parts import BASE, check_systems, device_name
 from punica_core.bench.session import Answer, Session, int_list, name_list, open_session
 from punica_core.errors import PunicaError
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found = throughput.parser()
     found.prog, found.description = "punica bench quick", __doc__
     found.set_defaults(
-        out=Path("benchmarks/quick.json"), peft=(8, 32), systems=tuple(system for system in SYSTEMS if system != OFF)
+        out=Path("benchmarks/quick.json"), peft=(8, 32), systems=(BASE, "identical", "skewed", "uniform", "distinct")
     )
     found.add_argument("--batches", type=int_list, default=(1, 8, 32, 64, 128), help="of decode steps")
     found.add_argument("--decode-systems", type=name_list, default=(BASE, "identical", "distinct"))
