@@ -77,16 +77,18 @@ def _add_serve(commands: Any, connect: Connect) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure this installation on this machine")
-    bench.add_argument("name", help="serve, throughput, decode, cpu, frontend, kernels or scheduler (see its --help)")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+    # its own parser knows the names and their flags, --help too
+    bench = commands.add_parser(
+        "bench", help="measure this installation on this machine", add_help=False, prefix_chars="\0"
+    )
+    bench.add_argument("arguments", nargs="*", help="a benchmark's name and flags")
     bench.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
     from app.bench.command import main as bench  # what only benchmarks need does not slow a server's start
 
-    return bench([options.name, *options.arguments])
+    return bench(options.arguments)
 
 
 def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text: str) -> None:

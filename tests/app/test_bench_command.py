@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from app.bench.command import WORKER_BENCHMARKS
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "app", "bench", *arguments], capture_output=True, text=True)
@@ -27,6 +29,20 @@ def test_help_of_each_benchmark_names_its_flags(name: str, flag: str) -> None:
     done = bench(name, "--help")
     assert done.returncode == 0, done.stderr
     assert flag in done.stdout
+
+
+def test_help_lists_every_benchmark_with_what_it_measures() -> None:
+    done = bench("--help")
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert all(f"{name} {text}" in told for name, text in WORKER_BENCHMARKS.items())
+    assert all(f" {name} " in told for name in ("cpu", "frontend", "serve"))
+
+
+def test_without_a_name_the_known_ones_are_asked_for() -> None:
+    done = bench()
+    assert done.returncode == 2
+    assert "name" in done.stderr
 
 
 def test_an_unknown_benchmark_is_an_error_that_names_the_known_ones() -> None:
