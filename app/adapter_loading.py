@@ -15,7 +15,7 @@ from app.batcher import Batcher
 from app.flight import SequenceRequest
 from app.metrics import ModelMetrics
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.errors import AdapterLoadTimeout, InvalidRequest
+from punica_core.errors import AdapterError, AdapterLoadTimeout, InvalidRequest
 from punica_core.protocol import AdapterRef, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class AdapterLoader:
             ) from None
         finally:
             flight.close()
+        if isinstance(sequence.error, AdapterError):
+            sequence.error.param = "lora_path"
         if sequence.error is not None:
             raise sequence.error
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.metrics import ModelMetrics
-from punica_core.errors import PunicaError, from_wire
+from punica_core.errors import AdapterError, PunicaError, from_wire
 from punica_core.protocol import AdapterRef, FinishReason, LogprobTable, SamplingParams, SequenceOutput
 
 _NO_LOGPROBS = LogprobTable()
@@ -105,6 +105,8 @@ class SequenceStream:
             error = None
             if output.finish_reason is FinishReason.ERROR:
                 error = from_wire(output.error_code, output.error_message)
+                if isinstance(error, AdapterError):
+                    error.param = "model"  # the worker knows no fields of requests
             self.end(output.finish_reason, error)
         elif self.flight.eager:
             self._announce()

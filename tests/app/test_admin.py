@@ -143,8 +143,9 @@ async def test_an_adapter_that_the_engine_refuses_gets_no_name(make_server: Make
 
     async with make_server(admin, reply=reply) as server:
         answer = await load(server, "new", "tuned")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_mismatch")
-        assert "[8, 128]" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "adapter_mismatch", "lora_path")
+        assert "[8, 128]" in error["message"]
         assert await names(server) == [BASE, "pirate", "sql"]
         assert (await server.complete(model="new")).status_code == 404
         assert server.service.batcher.in_flight == 0

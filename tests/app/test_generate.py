@@ -231,7 +231,7 @@ async def test_a_refused_adapter_is_a_status_also_for_a_stream(make_server: Make
         response = await server.chat(model="sql", stream=stream)
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": "shapes differ", "type": "invalid_request_error", "param": None, "code": "adapter_mismatch",
+        "message": "shapes differ", "type": "invalid_request_error", "param": "model", "code": "adapter_mismatch",
     }  # fmt: skip
 
 
