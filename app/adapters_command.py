@@ -24,6 +24,10 @@ TORCH_ACTIONS = {
 
 _PROGRAM = (sys.executable, "-m", "punica_core.adapter_tools")
 _NO_LIMIT = 2**31
+_NOT_LOOKED_AT = (
+    '"served" goes by what the headers say. Whether an adapter fits a base model, and whether its numbers are sound, '
+    "is told by: punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
+)
 
 
 def add_to(commands: Any) -> None:
@@ -59,6 +63,8 @@ def _list(options: argparse.Namespace) -> int:
         print(json.dumps([report.to_json() for report in reports], indent=2))
     elif reports:
         print(table(reports))
+        if any(report.is_served for report in reports):
+            print(f"\n{_NOT_LOOKED_AT}")
     else:
         print(f"{options.folder} has no adapters.")
     return 0

@@ -36,8 +36,12 @@ def test_the_list_has_names_ranks_targets_bytes_and_verdicts(
         "pickled": "adapter_unsupported",
     }
     assert "punica adapters convert" in reports["pickled"]["reason"]
+    assert cli.main(["adapters", "list", str(tmp_path)]) == 0
+    assert "validate" not in capsys.readouterr().out, "what is refused on its headers needs no further look"
     assert cli.main(["adapters", "list", str(EXAMPLES)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    table, _, note = capsys.readouterr().out.partition("\n\n")
+    assert "punica adapters validate --model" in note
+    lines = table.splitlines()
     assert len(lines) == 5
     sentiment = next(line for line in lines if line.startswith("sentiment"))
     assert sentiment.split() == ["sentiment", "16", "q_proj,", "v_proj", "1.239", "MB", "served"]
