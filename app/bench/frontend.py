@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from app import demo
-from app.bench.process import Tree, cpu_seconds, python_server
+from app.bench.process import CLOCK_TICK, Tree, cpu_seconds, python_server
 from app.bench.raw_client import round_trips, stream_all
 from app.bench.stream import Outcome
 from app.settings import Settings
@@ -76,7 +76,7 @@ def throughput(url: str, tree: Tree, plan: Sequence[PlannedRequest]) -> dict[str
         "streams": len(outcomes),
         "tokens": tokens,
         "tokens_per_second": tokens / (max(outcome.ended for outcome in outcomes) - first),
-        "tokens_per_cpu_second": tokens / cpu,
+        "tokens_per_cpu_second": tokens / max(cpu, CLOCK_TICK),
         "tokens_per_event": tokens / sum(outcome.events for outcome in outcomes),
         "front_end_cpu": cpu / wall,
         "client_cpu": client_cpu / wall,

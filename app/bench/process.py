@@ -17,6 +17,8 @@ from typing import IO
 import httpx
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+CLOCK_TICK = 1 / _TICKS
+"""Seconds: the least CPU time that a process is known to have taken."""
 
 
 @dataclass(frozen=True, slots=True)
