@@ -234,8 +234,9 @@ def _pairs(
 ) -> dict[str, LoraModule]:
     orphans = [e.name for roles in by_path.values() if (role_a in roles) != (role_b in roles) for e in roles.values()]
     if orphans:
+        total = sum(map(len, by_path.values()))
         raise AdapterInvalid(
-            f"{len(orphans)} tensors lack their other half ({role_a} without {role_b} or the reverse): "
+            f"{len(orphans)} of {total} tensors lack their other half ({role_a} without {role_b} or the reverse): "
             f"{samples(orphans)}."
         )
     return {path: _module(settings, path, roles, role_a, role_b) for path, roles in by_path.items() if role_a in roles}

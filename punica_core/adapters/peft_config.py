@@ -115,10 +115,10 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     if kind is None:
         raise AdapterInvalid(f"{_CONFIG} has no peft_type; is this folder a PEFT adapter?")
     if kind != "LORA":
-        raise AdapterUnsupported(
-            f"peft_type is {shorten(repr(kind))}; only 'LORA' adapters are served. Merge it into the base model "
-            "(merge_and_unload) and serve that, or train a LoRA."
-        )
+        advice = "Merge it into the base model (merge_and_unload) and serve that, or train a LoRA."
+        if kind in _CANNOT_MERGE:
+            advice = "It cannot be merged into the base model either; train a LoRA."
+        raise AdapterUnsupported(f"peft_type is {shorten(repr(kind))}; only 'LORA' adapters are served. {advice}")
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise AdapterUnsupported(f"task_type is {shorten(repr(task))}; only 'CAUSAL_LM' adapters are served.")
@@ -148,6 +148,20 @@ _SWITCHES = ("use_rslora", "use_dora")
 
 _TRAINING_CONFIGS = ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "velora_config", "runtime_config")
 """`…_config` keys that say how an adapter was initialised or trained, not what it computes."""
+
+_CANNOT_MERGE = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "CARTRIDGE",
+    "POLY",
+    "SHADOW",
+    "XLORA",
+)
+"""PEFT's methods that are no change of the base's weights: learned prompts, and what each input chooses."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the base's weights (prefixes): A and B alone are then not the whole adapter."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
 
 from punica_core.adapters.peft_config import LoraSettings, parse_config
 from punica_core.errors import AdapterInvalid, AdapterUnsupported
@@ -75,8 +77,17 @@ def test_what_changes_nothing_is_ignored(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("kind", [kind.value for kind in PeftType if kind is not PeftType.LORA])
 def test_every_other_method_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(AdapterUnsupported, match=f"peft_type is '{kind}'.*merge_and_unload"):
+    with pytest.raises(AdapterUnsupported, match=f"peft_type is '{kind}'.*train a LoRA"):
         parsed(peft_type=kind)
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in PeftType if kind is not PeftType.LORA])
+def test_merging_is_advised_only_where_peft_can_merge(kind: str) -> None:
+    adapts_layers = issubclass(PEFT_TYPE_TO_TUNER_MAPPING[PeftType(kind)], BaseTuner)
+    merges = adapts_layers and kind not in ("POLY", "SHADOW", "XLORA")  # no fixed change of weights: the input chooses
+    with pytest.raises(AdapterUnsupported) as refusal:
+        parsed(peft_type=kind)
+    assert ("merge_and_unload" in refusal.value.message) == merges
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "PiSSA"])
