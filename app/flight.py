@@ -32,7 +32,8 @@ class ClientGone(Exception):
 class SequenceStream:
     """What the engine has produced for one sequence and its reader has not taken yet.
 
-    finish_reason and error are set by the terminal output; cached_tokens and adapter_key come with the first token.
+    finish_reason and error are set by the terminal output; cached_tokens and adapter_key come with the first token,
+    or with the end of a sequence that generates none.
     queued: whether the engine has not answered yet; the batcher's own.
     on_arrival: called for every output, whether anybody reads or not; returns whether the sequence is over.
     """
@@ -96,6 +97,8 @@ class SequenceStream:
         if count:
             self._observe(output, count, now)
             self.token_ids += output.token_ids
+        self.cached_tokens = self.cached_tokens or output.cached_tokens
+        self.adapter_key = self.adapter_key or output.adapter_key
         if output.logprobs:
             self.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:
@@ -122,7 +125,6 @@ class SequenceStream:
             metrics.inter_token.observe((now - self.last_output_at) / count, count)
         else:
             metrics.first_token.observe(now - self.flight.arrived_at)
-            self.cached_tokens, self.adapter_key = output.cached_tokens, output.adapter_key
         self.last_output_at = now
 
     def end(self, reason: FinishReason, error: PunicaError | None = None) -> None:

@@ -60,6 +60,17 @@ async def test_chat_response_has_the_shape_of_the_sdk(make_server: MakeServer) -
     assert answer.system_fingerprint.endswith(":base:key-of-sql")
 
 
+@pytest.mark.parametrize(("model", "end"), [("sql", ":base:key-of-sql"), (BASE, ":base")])
+async def test_a_prompt_that_is_only_scored_tells_adapter_and_cached_tokens_too(
+    server: Server, model: str, end: str
+) -> None:
+    response = await server.complete(model=model, prompt="hello", echo=True, logprobs=1, max_tokens=0)
+    answer = response.json()
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+    assert answer["system_fingerprint"].endswith(end)
+
+
 async def test_chat_stream_joins_to_the_answer_that_is_not_streamed(make_server: MakeServer) -> None:
     async with make_server(reply=saying("Grüße 😀 日本")) as server:
         whole = (await server.chat(max_tokens=50)).json()
