@@ -10,9 +10,9 @@ import argparse
 import asyncio
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 from openai.types import Model
 
 TEXT_WIDTH = 92
@@ -29,11 +29,11 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> 
 
 async def stream(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> str:
     """The answer of one model, printed piece by piece while it is made."""
-    print(f"{model} (streamed): ", end="", flush=True)
     pieces: list[str] = []
     chunks = await client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0, stream=True
     )
+    print(f"{model} (streamed): ", end="", flush=True)
     async for chunk in chunks:
         piece = chunk.choices[0].delta.content if chunk.choices else None
         if piece:
@@ -41,6 +41,14 @@ async def stream(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) 
             print(piece, end="", flush=True)
     print("\n")
     return "".join(pieces)
+
+
+async def or_refusal(answer: Awaitable[str]) -> str:
+    """The answer, or why there is none: an adapter that cannot be served hides no other's answer."""
+    try:
+        return await answer
+    except APIStatusError as error:
+        return f"({error})"
 
 
 def table(names: Sequence[str], answers: Sequence[str]) -> str:
@@ -68,8 +76,8 @@ async def main() -> None:
     async with AsyncOpenAI(base_url=args.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         names = base_first([model async for model in client.models.list()])
         print(f"> {args.prompt}\n")
-        streamed = stream(client, names[-1], args.prompt, args.max_tokens)
-        others = [ask(client, name, args.prompt, args.max_tokens) for name in names[:-1]]
+        streamed = or_refusal(stream(client, names[-1], args.prompt, args.max_tokens))
+        others = [or_refusal(ask(client, name, args.prompt, args.max_tokens)) for name in names[:-1]]
         last, *rest = await asyncio.gather(streamed, *others)
     print(table(names, [*rest, last]))
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import httpx
 import pytest
 
 from app.settings import Settings
+from punica_core.errors import AdapterMismatch, PunicaError
+from punica_core.protocol import NewSequence
 from tests.app.conftest import BASE, write_adapters
 from tests.support.fake_engine import FakeEngine
 from tests.support.thread_server import serving
@@ -22,6 +25,7 @@ from tests.support.tokenizer_folders import byte_level_tokenizer, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these packages' own deprecations are not ours
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_client.py"
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Hi 😀!"
 NODE_CLIENT = Path(__file__).resolve().parents[1] / "support" / "node_client.mjs"
@@ -142,6 +146,26 @@ class TestLiteLLM:
         options["model"] = options["model"] + "-not"
         with pytest.raises(litellm.NotFoundError, match="does not exist"):
             litellm.completion(messages=list(self.MESSAGES), **options)
+
+
+@pytest.mark.parametrize("refused", [(), ("pirate", "sql")])
+def test_the_example_shows_a_refusal_beside_the_answers(tmp_path: Path, refused: tuple[str, ...]) -> None:
+    """sql is the last of the names, which the example streams."""
+    model_dir = write_folder(tmp_path / BASE, byte_level_tokenizer())
+    chosen = Settings(model=str(model_dir), adapters=str(write_adapters(tmp_path / "adapters")))
+
+    def reply(sequence: NewSequence) -> list[int] | PunicaError:
+        is_refused = sequence.adapter is not None and sequence.adapter.name in refused
+        return AdapterMismatch("shapes differ") if is_refused else TOKENIZER.encode(ANSWER).ids
+
+    with serving(chosen, lambda: FakeEngine(model_dir=str(model_dir), reply=reply)) as address:
+        command = [sys.executable, str(EXAMPLE), "--base-url", f"{address}/v1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = {row[0].strip(): row[1] for line in done.stdout.splitlines() if len(row := line.split(" │ ")) == 2}
+    assert {name for name, answer in told.items() if "400 - shapes differ" in answer} == set(refused)
+    assert {name for name, answer in told.items() if answer == ANSWER} == {BASE, "pirate", "sql"} - set(refused)
+    assert ("sql (streamed)" in done.stdout) == ("sql" not in refused)
 
 
 @pytest.fixture
