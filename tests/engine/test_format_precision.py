@@ -136,6 +136,7 @@ def write(table: Mapping[str, Any], markdown: str) -> None:
     )
     folder = os.environ.get("PUNICA_TABLES")
     if folder:
+        os.makedirs(folder, exist_ok=True)
         path = Path(folder, f"format-precision-{'cpu' if table['device'] == 'cpu' else 'cuda'}-{table['dtype']}")
         path.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
         path.with_suffix(".md").write_text(markdown)
