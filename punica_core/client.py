@@ -158,7 +158,8 @@ class WorkerClient:
             self.kill()
         if not self._stopping:
             detail = f": {error.message}" if error else ""
-            self._on_lost(WorkerLost(f"The worker process ended ({await self._exit_text()}){detail}"))
+            ended = f"The worker process ended ({await self._exit_text()}){detail}"
+            self._on_lost(WorkerLost(f"{ended.rstrip('.')}. Try again in a few seconds."))
 
     async def _exit_text(self) -> str:
         """How the process ended. One that does not end is killed; nobody waits for one that cannot die."""

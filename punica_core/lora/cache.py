@@ -355,6 +355,7 @@ class AdapterCache:
 
     def _fail(self, job: _Job, error: PunicaError, now: float) -> None:
         self._table.fail(job.ref, error, now)
+        _log.warning("adapter %r is refused: %s: %s", job.ref.name, error.code, error.message)
         self._failures[job.ref] = error
         self._finish(job, error.code, now)
 

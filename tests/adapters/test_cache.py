@@ -170,6 +170,17 @@ def replace_weights(source: Path, target: Path) -> None:
     os.replace(target / "new", target / "adapter_model.safetensors")
 
 
+def test_a_refusal_is_in_the_log_and_a_load_that_ends_well_is_not(
+    make_cache: Make, folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    granted(cache, adapter_ref(folders[0]))
+    assert caplog.text == ""
+    edit_config(folders[1], peft_type="LOHA")
+    error = refused(cache, adapter_ref(folders[1]))
+    assert f"adapter '{folders[1].name}' is refused: {error.code}: {error.message}" in caplog.text
+
+
 def test_a_version_that_is_gone_is_not_answered_with_another(make_cache: Make, folders: list[Path]) -> None:
     stale = adapter_ref(folders[0])
     replace_weights(folders[1], folders[0])
