@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import zip_longest
 from typing import Final
 
 import uvloop
@@ -40,23 +41,19 @@ def run_plan(
             )
             for i in range(processes)
         ]
-        return merged([part.result() for part in parts], len(plan))
+        return merged([part.result() for part in parts])
 
 
-def merged(runs: Sequence[Run], num_requests: int) -> Run:
+def merged(runs: Sequence[Run]) -> Run:
     """One run of those of the processes, the i-th of which had every len(runs)-th request from the i-th on."""
-    in_order = [runs[i % len(runs)].outcomes[i // len(runs)] for i in range(num_requests) if _has(runs, i)]
+    turns = zip_longest(*(run.outcomes for run in runs))
     return Run(
-        in_order,
+        [outcome for turn in turns for outcome in turn if outcome is not None],
         sum(run.not_sent for run in runs),
         max(run.seconds for run in runs),
         max(run.client_cpu for run in runs),
         [lag for run in runs for lag in run.client_lags],
     )
-
-
-def _has(runs: Sequence[Run], index: int) -> bool:
-    return index // len(runs) < len(runs[index % len(runs)].outcomes)
 
 
 def _share(count: int, processes: int, index: int) -> int:

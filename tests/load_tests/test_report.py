@@ -208,6 +208,6 @@ def test_runs_of_processes_are_put_together_by_their_places_in_the_plan() -> Non
         part("b", seconds=4.0, not_sent=1),
         part("c", seconds=1.0, not_sent=0),
     ]
-    whole = merged(runs, 5)
+    whole = merged(runs)
     assert [outcome.model for outcome in whole.outcomes] == ["a", "b", "c", "d"]
     assert (whole.not_sent, whole.seconds, whole.client_cpu, whole.client_lags) == (1, 4.0, 0.4, [3.0, 4.0, 1.0])
