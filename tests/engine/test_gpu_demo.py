@@ -17,6 +17,7 @@ from punica_core.ops import cuda
 from punica_core.scheduler.plan import BASE_SLOT
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import random_prompt
+from tests.support.numerics import relative_error
 from tests.support.peft_adapters import adapter_ref, linear_shapes, peft_warnings_ignored
 
 pytestmark = pytest.mark.gpu
@@ -58,10 +59,6 @@ def whole_logits(slot: int, token_ids: list[int], dtype: torch.dtype, device: st
     return logits.float().cpu()
 
 
-def error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((logits - reference).norm() / reference.norm())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_demo_is_as_near_the_reference_as_peft(dtype: torch.dtype) -> None:
     cuda.load()
@@ -79,11 +76,11 @@ def test_the_demo_is_as_near_the_reference_as_peft(dtype: torch.dtype) -> None:
         logits = driven.logits_of(sequence).cpu()
         token_ids = sequence.token_ids[:-1]
         reference = whole_logits(slot, token_ids, torch.float32, "cpu")[-len(logits) :]
-        ours = max(ours, error(logits, reference))
-        theirs = max(theirs, error(whole_logits(slot, token_ids, dtype, "cuda")[-len(logits) :], reference))
+        ours = max(ours, relative_error(logits, reference))
+        theirs = max(theirs, relative_error(whole_logits(slot, token_ids, dtype, "cuda")[-len(logits) :], reference))
         other = BASE_SLOT if slot != BASE_SLOT else 0
         wrong = whole_logits(other, token_ids, torch.float32, "cpu")[-len(logits) :]
-        nearest_other = min(nearest_other, error(logits, wrong))
+        nearest_other = min(nearest_other, relative_error(logits, wrong))
     print(f"{dtype}: error {ours:.4f}, PEFT's {theirs:.4f}, to the nearest wrong adapter {nearest_other:.4f}")
     assert theirs > 0
     assert ours <= 2 * theirs, f"ours {ours:.3g}, PEFT's {theirs:.3g}"

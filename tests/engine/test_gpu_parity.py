@@ -30,6 +30,7 @@ from punica_core.ops import cuda
 from punica_core.scheduler.plan import BASE_SLOT, StepPlan
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import random_prompt
+from tests.support.numerics import relative_error
 from tests.support.peft_adapters import adapter_ref, linear_shapes, peft_warnings_ignored, save_peft_adapter
 from tests.support.tiny_models import TINY_SIZES, spread
 
@@ -130,8 +131,8 @@ def test_logits_are_as_near_the_reference_as_pefts(
         start = len(token_ids) - len(logits)
         reference = whole_logits(name, folders(name), slot, token_ids, torch.float32, "cpu")[start:]
         peft = whole_logits(name, folders(name), slot, token_ids, dtype, "cuda")[start:]
-        ours = max(ours, float((logits - reference).norm() / reference.norm()))
-        theirs = max(theirs, float((peft - reference).norm() / reference.norm()))
+        ours = max(ours, relative_error(logits, reference))
+        theirs = max(theirs, relative_error(peft, reference))
     assert ours <= 2 * theirs, f"ours {ours:.3g}, PEFT's {theirs:.3g}"
     assert theirs > 0
 
@@ -146,7 +147,7 @@ def test_the_wrong_adapter_is_far_from_the_reference(folders: Callable[[str], li
     slot, token_ids, logits = forced(driven, budget=48)[1]
     for other in {BASE_SLOT, 0, 1, 2} - {slot}:
         wrong = whole_logits("llama", folders("llama"), other, token_ids, torch.float32, "cpu")[-len(logits) :]
-        assert float((logits - wrong).norm() / wrong.norm()) > 0.1
+        assert relative_error(logits, wrong) > 0.1
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
@@ -264,6 +265,6 @@ def test_compiled_code_is_as_near_the_reference(folders: Callable[[str], list[Pa
         error = 0.0
         for slot, token_ids, logits in forced(driven, budget=48):
             reference = whole_logits(name, folders(name), slot, token_ids, torch.float32, "cpu")[-len(logits) :]
-            error = max(error, float((logits - reference).norm() / reference.norm()))
+            error = max(error, relative_error(logits, reference))
         errors.append(error)
     assert errors[1] <= 1.5 * errors[0], errors

@@ -23,3 +23,8 @@ def assert_as_exact_as_torch(got: Tensor, exact: Tensor, same_dtype: Tensor) -> 
     assert error.max() <= 2 * max(allowed.max(), rounding), f"{where} (allowed error {float(allowed.max())})"
     rms, allowed_rms = error.square().mean().sqrt(), allowed.square().mean().sqrt()
     assert rms <= 2 * max(allowed_rms, rounding / 4), f"rms error {float(rms)} > 2 × {float(allowed_rms)}; {where}"
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """|got − exact| / |exact|, over all elements."""
+    return float((got - exact).norm() / exact.norm())

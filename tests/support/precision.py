@@ -21,6 +21,7 @@ from punica_core.scheduler.plan import BASE_SLOT
 from tests.support.adapter_formats import Case, load_for
 from tests.support.driven_device_runner import MAX_SEQS, DrivenDeviceRunner
 from tests.support.driven_runner import random_prompt
+from tests.support.numerics import relative_error
 from tests.support.peft_adapters import peft_warnings_ignored, save_peft_adapter
 from tests.support.peft_batch import adapted_model
 
@@ -82,14 +83,14 @@ def measure(
         other = index % len(folders) + 1 if len(folders) > 1 else 0
         exact, half = (logits[place] for logits in pefts[index])
         found[key] = Precision(
-            ours=_distance(ours[index], exact),
-            theirs=_distance(half, exact),
-            effect=_distance(pefts[0][0][place], exact),
-            swapped=_distance(ours[index], pefts[other][0][place]),
+            ours=relative_error(ours[index], exact),
+            theirs=relative_error(half, exact),
+            effect=relative_error(pefts[0][0][place], exact),
+            swapped=relative_error(ours[index], pefts[other][0][place]),
         )
     base = slice(ends[0] - 1, ends[0] - 1 + NEW_TOKENS)
     exact, half = (logits[base] for logits in pefts[0])
-    assert _distance(ours[0], exact) <= LIMIT * _distance(half, exact), "the base's own row"
+    assert relative_error(ours[0], exact) <= LIMIT * relative_error(half, exact), "the base's own row"
     return found
 
 
@@ -126,7 +127,3 @@ def _logits(
         exact = model(torch.tensor([tokens])).logits[0]
         half = model.to(device, dtype)(torch.tensor([tokens], device=device)).logits[0]
     return exact, half.float().cpu()
-
-
-def _distance(logits: Tensor, reference: Tensor) -> float:
-    return float((logits - reference).norm() / reference.norm())
