@@ -26,7 +26,7 @@ class AdmissionPass:
 
     overdue_since: who arrived then or earlier is not overtaken any more. refused: adapters that were asked for in this
     pass in vain, never None. room_kept_for: once set, no other adapter is pinned in the rest of the pass. passed:
-    sequences that others may overtake meanwhile, by reason. num_early: see `is_too_early`.
+    adapter and reason of each sequence that others may overtake meanwhile. num_early: see `is_too_early`.
     """
 
     step: StepBuilder
@@ -34,7 +34,7 @@ class AdmissionPass:
     overdue_since: float
     refused: dict[AdapterRef | None, SkipReason] = field(default_factory=dict)
     room_kept_for: AdapterRef | None = None
-    passed: Counter[SkipReason] = field(default_factory=Counter)
+    passed: list[tuple[AdapterRef | None, SkipReason]] = field(default_factory=list)
     num_early: int = 0
 
     def is_overdue(self, sequence: Sequence) -> bool:
@@ -49,20 +49,19 @@ class AdmissionPass:
         self.num_early += 1
         if self.num_early <= MAX_EARLY or residency.has(sequence.adapter):
             return False
-        self.passed[SkipReason.ADAPTER_LOADING] += 1
+        self.passed.append((sequence.adapter, SkipReason.ADAPTER_LOADING))
         return True
 
 
 def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReason | None) -> Counter[SkipReason]:
     """Why each sequence waits after a pass that `stop` ended. Sequences that were preempted during the pass made
-    room for an adapter."""
-    reasons: Counter[SkipReason] = Counter(turn.passed)
-    num_explained = turn.passed.total()
+    room for an adapter. One that was passed before its adapter was refused waits for that, as all of its queue do."""
+    reasons = Counter(reason for adapter, reason in turn.passed if adapter not in turn.refused)
     if turn.refused:
         for adapter, queue in waiting.queues():
             if adapter in turn.refused:
                 reasons[turn.refused[adapter]] += len(queue)
-                num_explained += len(queue)
+    num_explained = reasons.total()
     if len(waiting) > num_explained:
         reasons[stop or SkipReason.ADAPTER_NO_ROOM] += len(waiting) - num_explained
     return reasons

@@ -233,7 +233,7 @@ class Scheduler:
             if reason in OVERTAKEN:
                 if turn.is_overdue(sequence):
                     return reason
-                turn.passed[reason] += 1
+                turn.passed.append((sequence.adapter, reason))
         return None
 
     def _full(self, step: StepBuilder) -> SkipReason | None:

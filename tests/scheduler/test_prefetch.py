@@ -120,6 +120,18 @@ def test_adapters_of_a_line_without_blocks_are_asked_for_a_few_at_a_time(overtak
     assert rig.residency.num_evictions == 0
 
 
+def test_who_was_too_early_and_whose_adapter_is_refused_later_in_the_pass_has_one_reason() -> None:
+    rig = make_rig(num_blocks=8, max_model_len=32, num_slots=64, load_steps=9, overtake_limit=1e9)
+    rig.add(new_sequence(0, prompt=4, max_tokens=20))
+    rig.step()
+    names = [f"a{i}" for i in range(MAX_EARLY)] + ["both"]
+    rig.add(*(new_sequence(1 + i, prompt=28, adapter=adapter_ref(name)) for i, name in enumerate(names)))
+    rig.add(new_sequence(50, prompt=2, adapter=adapter_ref("both")))
+    rig.step()
+    assert adapter_ref("both") in rig.residency.loading, "it was asked for, by the short one"
+    assert rig.scheduler.waiting_by_reason == {SkipReason.ADAPTER_LOADING: MAX_EARLY + 2}
+
+
 def test_who_has_its_adapter_or_waits_for_room_is_never_too_early() -> None:
     rig = make_rig()
     turn = AdmissionPass(StepBuilder(rig.limits), now=0.0, overdue_since=0.0)

@@ -186,6 +186,7 @@ class Rig:
     def step(self) -> StepPlan:
         """schedule, execute, update, and the time that takes."""
         plan = self.scheduler.schedule(self.now)
+        assert self.scheduler.waiting_by_reason.total() == self.scheduler.stats().waiting, "not one reason for each"
         self.record(plan)
         result = self.model.execute(plan)
         self.step_times.append(self.step_seconds if self.seconds_of is None else self.seconds_of(plan.work))
