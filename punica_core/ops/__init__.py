@@ -1,10 +1,10 @@
 """Operators of Punica in the torch namespace ``punica``: schemas, reference and fake implementations.
 
 Importing this registers the ops with their torch reference for CPU. ``punica_core.ops.cuda.load()`` adds the CUDA
-kernels. Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank · ``I``/``O`` in/out features ·
-``N`` slots · ``H``/``K`` query/kv heads · ``D`` head dim · ``P`` block size · ``L`` layers. ``arena``, ``table`` and
-``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices that share their input (q, k, v; gate,
-up) go through one call.
+kernels (``add_product`` needs none). Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank ·
+``I``/``O`` in/out features · ``N`` slots · ``H``/``K`` query/kv heads · ``D`` head dim · ``P`` block size · ``L``
+layers. ``arena``, ``table`` and ``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices that
+share their input (q, k, v; gate, up) go through one call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from punica_core.ops import reference
 
 __all__ = [
+    "add_product",
     "decode_attention",
     "kv_append",
     "lora_apply",
@@ -111,6 +112,22 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
         arena, table, plan: as for ``lora_shrink``; one slice.
     """
     torch.ops.punica.segment_gemm(y, x, arena, table, plan)
+
+
+def add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add the base product of a linear layer to what its adapters have written.
+
+    **Semantics**: ``y += x @ weight.T`` in fp32, rounded once.
+
+    On a GPU it is one call of cuBLAS that works in y. A compiler does not look into it: it would compute such a sum
+    into memory of its own, and copy y there first.
+
+    Args:
+        y: ``[T, O]`` (mutated), rows contiguous.
+        x: ``[T, I]``, rows contiguous.
+        weight: ``[O, I]``, rows contiguous. All of one dtype.
+    """
+    torch.ops.punica.add_product(y, x, weight)
 
 
 def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
@@ -218,6 +235,7 @@ def _register() -> None:
         "Tensor? x=None) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
+        "add_product": "(Tensor(a!) y, Tensor x, Tensor weight) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
         "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
         "int layer, *, Tensor? soon=None) -> ()",
@@ -229,6 +247,7 @@ def _register() -> None:
         "lora_expand": reference.check_expand,
         "lora_embed": reference.check_embed,
         "segment_gemm": reference.check_segment_gemm,
+        "add_product": reference.check_add_product,
         "kv_append": reference.check_kv_append,
         "rotary_append": reference.check_rotary_append,
         "decode_attention": reference.check_decode_attention,
@@ -237,6 +256,12 @@ def _register() -> None:
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, getattr(reference, name), "CPU")
         torch.library.register_fake(f"punica::{name}", checks[name], lib=_LIBRARY)
+    _LIBRARY.impl("add_product", _add_by_cublas, "CUDA")
+
+
+def _add_by_cublas(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    reference.check_add_product(y, x, weight)
+    torch.addmm(y, x, weight.t(), out=y)
 
 
 _register()

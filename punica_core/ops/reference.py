@@ -141,6 +141,11 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
             y[rows] = _affine(out, arena, record, y.size(1)).to(y.dtype)
 
 
+def add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    check_add_product(y, x, weight)
+    y.copy_(torch.addmm(y.float(), x.float(), weight.float().t()))
+
+
 def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
     check_kv_append(cache, key, value, kv_slots, layer)
     kept = (kv_slots >= 0).nonzero().squeeze(-1)
@@ -297,6 +302,24 @@ def check_segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan:
     _check_rows("y", y, arena)
     torch._check(y.size(0) == x.size(0), lambda: f"x has {x.size(0)} rows, y has {y.size(0)}: want as many")
     torch._check(table.size(0) == 1, lambda: f"segment_gemm takes one slice, got {table.size(0)}")
+
+
+def check_add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    for name, rows in (("y", y), ("x", x), ("weight", weight)):
+        torch._check(
+            rows.dim() == 2 and rows.stride(1) == 1,
+            lambda name=name, rows=rows: (
+                f"{name} must be 2-D with contiguous rows, got {tuple(rows.shape)} strides {rows.stride()}"
+            ),
+        )
+    torch._check(
+        y.dtype == x.dtype == weight.dtype,
+        lambda: f"y is {y.dtype}, x {x.dtype}, the weight {weight.dtype}: want one dtype",
+    )
+    torch._check(
+        y.size(0) == x.size(0) and y.size(1) == weight.size(0) and x.size(1) == weight.size(1),
+        lambda: f"y {tuple(y.shape)} is not x {tuple(x.shape)} times a weight {tuple(weight.shape)}",
+    )
 
 
 def _check_cache(cache: Tensor, layer: int) -> None:
