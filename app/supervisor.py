@@ -6,8 +6,9 @@ While RESTARTING new work is refused at once (503 with Retry-After) rather than 
 to load, and clients' SDKs retry by themselves. The first start is different: its failure is the caller's.
 
 A stall is a step that takes longer than `stall_timeout` and than ten times the slowest step seen; it counts from the
-step's start, so a long queue or an idle engine is never one. An idle worker that does not say anything to new work for
-as long has stalled too. A stalled worker is killed, which is a loss like any other.
+step's start, so a long queue or an idle engine is never one. An idle worker is pinged now and then; one that does not
+say anything to that, or to new work, for as long has stalled too. A stalled worker is killed, which is a loss like any
+other.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LONGEST_BACKOFF = 30.0
 STALL_FACTOR = 10.0
 SECOND_LOOK = 0.2
 """Seconds between finding that a worker has stalled and believing it."""
+PING_SECONDS = 10.0
+"""How long an idle worker may say nothing before it is pinged."""
 
 
 class State(enum.StrEnum):
@@ -43,12 +46,13 @@ class State(enum.StrEnum):
 
 
 class StallClock:
-    """Decides when a step has taken too long. Times in seconds."""
+    """Decides when a step has taken too long. Times in seconds; a life begins at `now`."""
 
-    def __init__(self, shortest_bound: float) -> None:
+    def __init__(self, shortest_bound: float, now: float = 0.0) -> None:
         self._shortest_bound = shortest_bound
         self._step_started_at: float | None = None
-        self._asked_at: float | None = None  # when an idle engine was given work that it has not answered
+        self._asked_at: float | None = None  # when an idle engine was given work, or pinged, that it has not answered
+        self._heard_at = now
         self._slowest = 0.0
 
     @property
@@ -61,9 +65,16 @@ class StallClock:
         if self._step_started_at is None and self._asked_at is None:
             self._asked_at = now
 
+    def should_ping(self, now: float) -> bool:
+        """Whether an idle engine has said nothing for so long that it is to be pinged now. That counts as asked."""
+        if self._step_started_at is not None or self._asked_at is not None or now - self._heard_at < PING_SECONDS:
+            return False
+        self._asked_at = now
+        return True
+
     def on_event(self, event: Event, now: float) -> None:
         """A step started, ended (outputs), or the engine is idle."""
-        self._asked_at = None
+        self._asked_at, self._heard_at = None, now
         if isinstance(event, StepStarted):
             self._step_started_at = now if event.busy else None
         elif isinstance(event, Outputs) and self._step_started_at is not None:
@@ -166,8 +177,8 @@ class Supervisor:
         except BaseException:
             await self._end_life()
             raise
-        self._stall, self._stalled = StallClock(self._stall_timeout), False
         self._ready_at = self._clock()
+        self._stall, self._stalled = StallClock(self._stall_timeout, self._ready_at), False
         self._state = State.READY
         self._on_ready(layout)
         return layout
@@ -208,6 +219,7 @@ class Supervisor:
 
     async def _watch_stalls(self) -> None:
         while True:
+            self._ping_if_silent()
             left = self._stall_left()
             if left <= 0:
                 await asyncio.sleep(SECOND_LOOK)  # it may be us who did not run: then the news are there by now
@@ -218,6 +230,10 @@ class Supervisor:
                 self._client.kill()
                 left = self._stall_timeout
             await asyncio.sleep(min(max(left, 0.01), 1.0))
+
+    def _ping_if_silent(self) -> None:
+        if self._client is not None and self._state is State.READY and self._stall.should_ping(self._clock()):
+            self._client.ping()
 
     def _stall_left(self) -> float:
         if self._state is not State.READY:

@@ -60,6 +60,9 @@ class EngineClient(Protocol):
     def forget(self, paths: Sequence[str]) -> None:
         """No new sequence will use the adapters in these folders."""
 
+    def ping(self) -> None:
+        """Have the engine say something: an event follows."""
+
     def kill(self) -> None:
         """End a stalled engine by force; `on_lost` follows."""
 
@@ -194,6 +197,9 @@ class WorkerClient:
 
     def forget(self, paths: Sequence[str]) -> None:
         self._send(protocol.Forget(list(paths)))
+
+    def ping(self) -> None:
+        self._send(protocol.Ping())
 
     async def stop(self) -> None:
         self._stopping = True

@@ -21,7 +21,7 @@ import msgspec
 
 from punica_core.config import EngineConfig, EngineLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 MAX_LOGPROBS = 1 << 22
 """Log-probabilities that one sequence, and one request over all its sequences, may be given: of scored prompt tokens
@@ -144,11 +144,15 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     paths: list[str]
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Is the worker's loop alive? The answer is `Outputs` with the gauges as they are."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit at once (the front end has drained)."""
 
 
-Command = Configure | Submit | Cancel | Forget | Shutdown
+Command = Configure | Submit | Cancel | Forget | Ping | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -301,7 +305,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class StepStarted(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat: a step began (busy) or the worker is idle. The front end's stall bound counts from it, and from every
-    `Outputs` while the worker is busy: a step that follows one directly has no heartbeat of its own."""
+    `Outputs` while the worker is busy: a step that follows one directly has no heartbeat of its own. An idle worker
+    sends none; it is pinged."""
 
     busy: bool
 

@@ -133,6 +133,8 @@ class Loop:
                     case protocol.Forget(paths=paths):
                         self._engine.forget(paths)
                         self._busy = True  # or an idle worker would not tell what its gauges are now
+                    case protocol.Ping():
+                        self._channel.send(protocol.Outputs([], self._engine.stats()))
                     case protocol.Shutdown():
                         return
                     case protocol.Configure():

@@ -40,6 +40,8 @@ class FrontWorker:
                         self._running.update({sequence.request_id: (sequence, 0) for sequence in sequences})
                     case protocol.Cancel(request_ids=request_ids):
                         self._cancel(request_ids)
+                    case protocol.Ping():
+                        self._send(protocol.Outputs())
                     case protocol.Shutdown():
                         return
             if self._running:

@@ -129,6 +129,38 @@ async def test_a_worker_that_is_frozen_while_idle_is_found_by_the_next_request(s
     assert frozen not in children()
 
 
+async def test_a_worker_that_freezes_while_idle_is_replaced_before_anybody_needs_it(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "PING_SECONDS", 0.1)
+    others = children()
+    watched = await scripted(stall_timeout=0.3)
+    await watched.until(lambda: len(watched.events) > 3)
+    assert watched.losses == []  # it answers
+    (frozen,) = set(children()) - set(others)
+    os.kill(frozen, signal.SIGSTOP)
+    await watched.until(lambda: watched.lives == 2)
+    assert [error.code for error in watched.losses] == [WorkerLost.code]
+    assert frozen not in children()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_idle_worker_that_is_slow_to_answer_lives_on(answers: bool) -> None:
+    engine, now = FakeEngine(auto=False), [0.0]
+    engine.deaf = True
+    watched = Watched(lambda: engine, clock=lambda: now[0])
+    await watched.supervisor.start()
+    now[0] += supervisor_module.PING_SECONDS
+    await watched.until(lambda: engine.num_pings == 1)
+    now[0] += 59.0
+    if answers:
+        engine.emit(Outputs())
+    now[0] += 2.0
+    await asyncio.sleep(1.5)  # a look or two
+    assert engine.killed is not answers
+    await watched.supervisor.stop()
+
+
 def children() -> list[int]:
     process = os.getpid()
     return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
@@ -263,6 +295,22 @@ def test_work_that_an_idle_engine_does_not_answer_counts_until_it_does() -> None
     stall.on_event(StepStarted(busy=True), now=6000.0)
     stall.on_submit(now=6020.0)
     assert stall.seconds_left(now=6020.0) == 10.0  # a step that runs has its own clock
+
+
+def test_only_an_idle_engine_that_was_silent_for_a_while_is_pinged_and_once() -> None:
+    stall = StallClock(30.0, now=1000.0)
+    assert not stall.should_ping(now=1009.0)
+    assert stall.should_ping(now=1010.0)
+    assert not stall.should_ping(now=1025.0)
+    assert stall.seconds_left(now=1025.0) == 15.0
+    stall.on_event(Outputs(), now=1026.0)
+    assert stall.seconds_left(now=1030.0) == 30.0
+    stall.on_submit(now=1035.0)
+    assert not stall.should_ping(now=1040.0), "it was asked already"
+    stall.on_event(StepStarted(busy=True), now=1041.0)
+    assert not stall.should_ping(now=1060.0), "a step has its own clock"
+    stall.on_event(StepStarted(busy=False), now=1061.0)
+    assert stall.should_ping(now=1071.0)
 
 
 def test_the_stall_bound_is_ten_times_the_slowest_step() -> None:

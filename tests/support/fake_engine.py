@@ -34,7 +34,8 @@ class FakeEngine:
 
     logprob: of every token of a sequence.
     auto: run steps by itself, `step_seconds` apart; otherwise the test calls `step` or `emit`.
-    submissions, cancelled and forgotten record what the front end asked for.
+    submissions, cancelled, forgotten and num_pings record what the front end asked for.
+    deaf: pings are not answered.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class FakeEngine:
         self.submissions: list[list[NewSequence]] = []
         self.cancelled: list[int] = []
         self.forgotten: list[str] = []
+        self.num_pings = 0
+        self.deaf = False
         self.stopped = False
         self.killed = False
         self._layout = EngineLayout(
@@ -107,6 +110,11 @@ class FakeEngine:
 
     def forget(self, paths: Sequence[str]) -> None:
         self.forgotten += paths
+
+    def ping(self) -> None:
+        self.num_pings += 1
+        if not self.deaf:
+            asyncio.get_running_loop().call_soon(self.emit, Outputs())
 
     async def stop(self) -> None:
         self.stopped = True

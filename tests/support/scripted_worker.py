@@ -79,6 +79,8 @@ class Worker:
                     [protocol.SequenceOutput(i, finish_reason=protocol.FinishReason.CANCELLED) for i in ended]
                 )
             )
+        elif isinstance(command, protocol.Ping):
+            self._send(protocol.Outputs())
 
     def _step(self) -> None:
         self._send(protocol.StepStarted(busy=True))

@@ -18,6 +18,7 @@ from punica_core.protocol import (
     Event,
     FinishReason,
     Outputs,
+    Ping,
     SequenceOutput,
     Shutdown,
     StepStarted,
@@ -197,6 +198,16 @@ def test_a_cancel_while_two_steps_are_in_flight_gives_everything_back(
     assert last.stats is not None
     assert (last.stats.running, last.stats.free_blocks) == (0, rig.pool.num_blocks)
     assert last.stats.steps < 50
+
+
+def test_an_idle_worker_answers_a_ping_with_its_gauges(channel: LocalChannel, rig: Rig) -> None:
+    assert channel.events.empty()
+    channel.command(Ping())
+    answer = channel.events.get(timeout=TIMEOUT)
+    assert isinstance(answer, Outputs)
+    assert answer.outputs == []
+    assert answer.stats is not None
+    assert answer.stats.free_blocks == rig.pool.num_blocks
 
 
 def test_shutdown_ends_the_loop_with_a_step_in_flight(channel: LocalChannel, runner: HeldRunner) -> None:
