@@ -92,7 +92,7 @@ void lora_embed(Tensor v, Tensor token_ids, Tensor arena, Tensor table, Tensor p
 }
 
 void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, std::vector<int64_t> out_features,
-                 int64_t in_features, int64_t max_rank, std::optional<Tensor> /* x: kept until here */) {
+                 int64_t in_features, int64_t max_rank, std::optional<Tensor> /* x: kept until here */, bool overwrite) {
   torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
   check_rows("y", y, arena);
   auto config = launch_config(y);
@@ -105,6 +105,7 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
   params.y = y.data_ptr();
   params.y_stride = y.stride(0);
   params.in_features = to_int(in_features);
+  params.overwrite = overwrite;
   STD_TORCH_CHECK(static_cast<int>(out_features.size()) == params.tables.slices, "out_features must name every slice");
   int column = 0;
   int units = 0;

@@ -68,11 +68,15 @@ def lora_expand(
     max_rank: int,
     *,
     x: Tensor | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Add the adapters' output to the whole fused output of a group.
 
     **Semantics**: ``y[rows, cols_s] = gain * (y[rows, cols_s] + scale * v[rows, s, :R] @ B[s, slot].T) + bias`` for
     each segment (rows, slot) and slice s with R > 0, rounded once; other elements of y keep their bits.
+    With ``overwrite`` y is not read: ``y[rows, cols_s] = scale * v[rows, s, :R] @ B[s, slot].T``, and other elements
+    become zero, so that the base product may be added to it: with many rows that moves half the bytes. Gains and biases
+    are not applied then: a step whose adapters have any cannot be computed so.
 
     Args:
         y: ``[T, sum(out_features)]`` (mutated), rows contiguous, dtype of the arena.
@@ -81,8 +85,10 @@ def lora_expand(
         out_features: O of each slice, in the order of y's columns.
         in_features: I of the ``lora_shrink`` before, 1 after ``lora_embed``.
         x: not read. Of a ``lora_shrink`` with ``beside``: who plans memory sees that x lives until here.
+        overwrite: see above.
     """
-    torch.ops.punica.lora_expand(y, v, arena, table, plan, out_features, in_features, max_rank, x=x)
+    tables = (arena, table, plan)
+    torch.ops.punica.lora_expand(y, v, *tables, out_features, in_features, max_rank, x=x, overwrite=overwrite)
 
 
 def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
@@ -232,7 +238,7 @@ def _register() -> None:
     schemas = {
         "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool beside=False) -> ()",
         "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank, *, "
-        "Tensor? x=None) -> ()",
+        "Tensor? x=None, bool overwrite=False) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "add_product": "(Tensor(a!) y, Tensor x, Tensor weight) -> ()",

@@ -49,7 +49,6 @@ class Field(IntEnum):
 
 
 HEADER_WORDS: Final = 12
-"""The rest of a plan's header is zero."""
 
 
 class Header(IntEnum):
@@ -57,7 +56,8 @@ class Header(IntEnum):
 
     A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
     Expand share: row_start, row_count, slot, share | shares << 16: a tile that moves more bytes a column has
-    more shares of its columns. Offsets count words from the start of the plan.
+    more shares of its columns. Blank, at most 64 rows that have no adapter, or one without lora_rank: row_start,
+    row_count, slot, 0. Offsets count words from the start of the plan.
     """
 
     NUM_SEGMENTS = 0
@@ -72,6 +72,8 @@ class Header(IntEnum):
     """Of a tile; 0 without tiles."""
     RANK_PITCH = 9
     """The largest lora_rank of the step's adapters, rounded up to ROW_ALIGNMENT: floats between two slices of v."""
+    NUM_BLANKS = 10
+    BLANK_OFFSET = 11
 
 
 def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:

@@ -102,6 +102,14 @@ def _shares(tiles: _Runs) -> Int32Array:
     return (cost + (EXPAND_SHARE_BYTES - 1)) // EXPAND_SHARE_BYTES
 
 
+def _items(array: Int32Array, offset: int, count: int) -> Int32Array:
+    """Room for ``count`` items at ``offset``: ``[count, ITEM_WORDS]``."""
+    end = offset + count * ITEM_WORDS
+    if end > len(array):
+        raise RuntimeError(f"the plan does not fit {len(array)} words")
+    return array[offset:end].reshape(-1, ITEM_WORDS)
+
+
 def _write_items(out: Int32Array, tiles: _Runs, counts: Int32Array, step: Int32Array, high: Int32Array) -> None:
     """Fill ``[items, ITEM_WORDS]`` with ``counts[i]`` items of tile i; word 3 is ``k * step[i] | high[i] << 16``."""
     owner = np.arange(len(counts)).repeat(counts)
@@ -129,6 +137,7 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
     if indptr[0] != 0 or int(lengths.min(initial=0)) < 0:
         raise RuntimeError("seg_indptr must start at 0 and not decrease")
     runs = _Runs(indptr[:-1], lengths, slots, np.where(slots >= 0, slot_rank[slots], 0))
+    blank = runs.select((runs.ranks <= 0) & (lengths > 0))
     runs = runs.select((runs.ranks > 0) & (lengths > 0))
     if (largest := int(runs.ranks.max(initial=0))) > max_rank:
         return -largest
@@ -142,22 +151,27 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
         chunk = chunk.repeat(-(-runs.lengths // heights))
         chunks, shares = -(-tiles.ranks // chunk), _shares(tiles)
         num_shares, num_units, least_shares = int(shares.sum()), int(chunks.sum()), int(shares.min())
-        items = array[expand_offset : expand_offset + (num_shares + num_units) * ITEM_WORDS].reshape(-1, ITEM_WORDS)
-        if len(items) < num_shares + num_units:
-            raise RuntimeError(f"the plan does not fit {len(array)} words")
+        items = _items(array, expand_offset, num_shares + num_units)
         _write_items(items[:num_shares], tiles, shares, np.ones_like(shares), shares)
         _write_items(items[num_shares:], tiles, chunks, chunk, chunk)
+    shrink_offset = expand_offset + num_shares * ITEM_WORDS
+    blank_offset = shrink_offset + num_units * ITEM_WORDS
+    num_blanks = 0
+    if len(blank.starts):
+        blank = blank.cut(np.full_like(blank.lengths, _TALL_ROWS))
+        num_blanks = len(blank.starts)
+        ones, zeros = np.ones_like(blank.starts), np.zeros_like(blank.starts)
+        _write_items(_items(array, blank_offset, num_blanks), blank, ones, zeros, zeros)
     array[HEADER_WORDS:slot_offset] = indptr
     array[slot_offset : slot_offset + len(slots)] = slots
     array[slot_offset + len(slots) : expand_offset] = 0
-    shrink_offset = expand_offset + num_shares * ITEM_WORDS
     rows = int(indptr[-1])
     array[:HEADER_WORDS] = (
         *(len(slots), rows, HEADER_WORDS, slot_offset),
         *(num_units, shrink_offset, num_shares, expand_offset),
-        *(least_shares, row_pitch(largest), 0, 0),
+        *(least_shares, row_pitch(largest), num_blanks, blank_offset),
     )
-    return shrink_offset + num_units * ITEM_WORDS
+    return blank_offset + num_blanks * ITEM_WORDS
 
 
 def _register() -> None:

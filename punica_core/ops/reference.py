@@ -108,9 +108,12 @@ def lora_expand(
     max_rank: int,
     *,
     x: Tensor | None = None,
+    overwrite: bool = False,
 ) -> None:
     check_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
     hidden = _scratch(v, y.size(0), table.size(0), plan)
+    if overwrite:
+        y.zero_()
     for rows, slot in segments(plan):
         column = 0
         for index, width in enumerate(out_features):
@@ -119,7 +122,7 @@ def lora_expand(
                 b = _matrix(arena, record.b_offset, width, record.lora_rank, row_pitch(record.lora_rank))
                 delta = record.scale * (hidden[rows, index, : record.lora_rank] @ b.float().T)
                 out = y[rows, column : column + width]
-                out.copy_(_affine(out.float() + delta, arena, record, width))
+                out.copy_(delta if overwrite else _affine(out.float() + delta, arena, record, width))
             column += width
 
 
@@ -285,6 +288,7 @@ def check_expand(
     max_rank: int,
     *,
     x: Tensor | None = None,
+    overwrite: bool = False,
 ) -> None:
     _check_common(arena, table, plan)
     _check_rows("y", y, arena)

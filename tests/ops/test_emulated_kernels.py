@@ -11,8 +11,7 @@ import torch
 from punica_core.ops.build import source_directory
 from tests.ops.emulator import KERNELS, EmulatedKernels
 from tests.support.emulation import compile_kernels
-from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
-from tests.support.numerics import assert_as_exact_as_torch
+from tests.support.lora_batch import MIXED_RANKS, LoraBatch, check_applied, check_overwritten, make_batch, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +20,8 @@ def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(kernels: EmulatedKernels, batch: LoraBatch) -> None:
-    got = kernels.apply(batch)
-    assert_as_exact_as_torch(got, batch.expected(), batch.expected(batch.y.dtype))
-    base = torch.from_numpy(batch.row_slots < 0)
-    assert torch.equal(got[base].view(torch.uint8), batch.y[base].view(torch.uint8))
-    assert not torch.equal(got[~base], batch.y[~base])
+    check_applied(batch, kernels.apply(batch))
+    check_overwritten(batch, kernels.apply(batch, torch.full_like(batch.y, torch.nan), overwrite=True))
 
 
 CASES = {
@@ -49,6 +45,7 @@ def test_every_row_gets_its_own_adapter(library, case) -> None:
         out_features=out_features,
         dtype=torch.bfloat16,
         dora_slots=(1,),
+        missing=[(2, 0)],
         max_rank=256,
     )
     check(EmulatedKernels(library), batch)
@@ -95,8 +92,10 @@ def is_wrong(library: Path, case: str) -> bool:
         ("shrink.cuh", "item.slice) * item.rank_pitch", "item.slice) * 256"),
         ("expand.cuh", "params.tables.slices * work.rank_pitch", "params.tables.slices * 256"),
         ("shrink.cuh", "if (must_wait) wait_and_release(params);  // this warp had no step", ""),
+        ("expand.cuh", "if constexpr (kOverwrite) blank_tiles<T, kAligned>(params);", ""),
+        ("expand.cuh", "(!kAll && item.record.lora_rank == 0)", "item.record.lora_rank == 0"),
     ],
-    ids=["v written", "v read", "no wait"],
+    ids=["v written", "v read", "no wait", "rows of the base kept", "slices without lora_rank kept"],
 )
 def test_a_broken_kernel_is_noticed(nvcc, tmp_path, header, text, broken) -> None:
     sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))

@@ -13,6 +13,7 @@ from punica_core import ops
 from punica_core.lora.segments import SegmentPlan
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
 from punica_core.ops.layout import Field, row_pitch
+from tests.support.numerics import assert_as_exact_as_torch
 
 MIXED_RANKS = (1, 2, 3, 5, 8, 16, 33, 64, 128, 256)
 
@@ -36,18 +37,18 @@ class LoraBatch:
     def __post_init__(self) -> None:
         self.table = self.tables.group(0, len(self.out_features))
 
-    def apply(self, y: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+    def apply(self, y: Tensor | None = None, x: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
         """Run shrink and expand on a copy of y (or on the y given) and return it."""
         out = self.y.clone() if y is None else y
         rows = self.x if x is None else x
-        ops.lora_apply(
-            out, rows, self.v, self.arena.buffer, self.table, self.plan.plan, self.out_features, self.max_rank
-        )
+        tables = (self.arena.buffer, self.table, self.plan.plan)
+        ops.lora_shrink(self.v, rows, *tables, self.max_rank)
+        ops.lora_expand(out, self.v, *tables, self.out_features, rows.size(1), self.max_rank, overwrite=overwrite)
         return out
 
-    def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
+    def expected(self, dtype: torch.dtype = torch.float64, *, overwrite: bool = False) -> Tensor:
         """The same maths, adapter by adapter and without the ops, with every intermediate in ``dtype``."""
-        out = self.y.to(dtype, copy=True)
+        out = torch.zeros_like(self.y, dtype=dtype) if overwrite else self.y.to(dtype, copy=True)
         for slot, modules in self.adapters.items():
             rows = torch.from_numpy(np.flatnonzero(self.row_slots == slot)).to(out.device)
             column = 0
@@ -58,9 +59,9 @@ class LoraBatch:
                     continue
                 hidden = self.x[rows].to(dtype) @ module.a.to(dtype).T
                 value = out[rows[:, None], cols] + module.scale * (hidden @ module.b.to(dtype).T)
-                if module.row_gain is not None:
+                if module.row_gain is not None and not overwrite:
                     value = value * module.row_gain.to(dtype)
-                if module.bias is not None:
+                if module.bias is not None and not overwrite:
                     value = value + module.bias.to(dtype)
                 out[rows[:, None], cols] = value
         return out
@@ -158,3 +159,18 @@ def _poison_padding(tables: AdapterTables, arena: Arena, slot: int, modules: Seq
 def rows_of(counts: Sequence[int], *, base_rows: int = 0, first_slot: int = 0) -> list[int]:
     """Slots of a step's rows: ``counts[i]`` rows of slot first_slot + i, after ``base_rows`` rows without adapter."""
     return [-1] * base_rows + [first_slot + i for i, count in enumerate(counts) for _ in range(count)]
+
+
+def check_applied(batch: LoraBatch, got: Tensor) -> None:
+    """That `got` is y with the adapters' part added; rows of the base keep their bits."""
+    assert_as_exact_as_torch(got, batch.expected(), batch.expected(batch.y.dtype))
+    base = torch.from_numpy(batch.row_slots < 0)
+    assert torch.equal(got[base].view(torch.uint8), batch.y[base].view(torch.uint8))
+    assert not torch.equal(got[~base], batch.y[~base])
+
+
+def check_overwritten(batch: LoraBatch, got: Tensor) -> None:
+    """That `got` is the adapters' part alone, zero where there is none."""
+    want = batch.expected(overwrite=True)
+    assert_as_exact_as_torch(got, want, batch.expected(batch.y.dtype, overwrite=True))
+    assert torch.equal(got == 0, want == 0)

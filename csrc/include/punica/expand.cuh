@@ -1,4 +1,5 @@
-// y = gain * (y + scale * v B^T) + bias: the low-rank rows of a step onto the whole fused output of a group.
+// y = gain * (y + scale * v B^T) + bias, or y = scale * v B^T and zero elsewhere: the low-rank rows of a step onto the whole fused output of
+// a group.
 //
 // The plan lists shares of tiles (at most 64 rows of one segment): a tile that moves more bytes a column has more shares, each
 // of them a range of output columns. The kernel cuts every share into the same number of items. For each item the block
@@ -37,9 +38,9 @@ struct Walk {
   Cut cut;
 };
 
-// Calls visit(item, work) for the part of each of the block's items that lies in one slice. There is one place where `visit` is called,
-// so that its instructions exist once. It must have a barrier.
-template <typename Visit>
+// Calls visit(item, work) for the part of each of the block's items that lies in one slice, if that has a lora_rank or kAll is set. There is one
+// place where `visit` is called, so that its instructions exist once. It must have a barrier.
+template <bool kAll, typename Visit>
 __device__ inline void for_each_part(ExpandParams const& params, Visit visit) {
   __shared__ Walk kept;
   WorkList const first = load_work_list(params.tables.plan);
@@ -52,7 +53,7 @@ __device__ inline void for_each_part(ExpandParams const& params, Visit visit) {
     bool const more = params.unit_end[item.slice] < item.end_unit;
     slice = more ? item.slice + 1 : 0;
     if (!more) index += gridDim.x;
-    if (item.first_unit >= item.end_unit || item.record.lora_rank == 0) continue;
+    if (item.first_unit >= item.end_unit || (!kAll && item.record.lora_rank == 0)) continue;
     visit(item, walk.work);
     walk = kept;
   }
@@ -71,24 +72,58 @@ __device__ inline Affine<T> affine_of(ExpandParams const& params, TableRecord co
   return {static_cast<T const*>(params.tables.arena), record.gain_offset, record.bias_offset};
 }
 
+// Zeroes rows of y from `y` on, `columns` elements each.
 template <typename T, bool kAligned>
+__device__ inline void blank_rows(T* y, int64_t y_stride, int rows, int columns) {
+  int const vectors = (columns + 7) / 8;
+  float const zeros[8] = {};
+  for (int row = 0; row < rows; ++row)
+    for (int i = threadIdx.x; i < vectors; i += kExpandThreads) store8<T, kAligned>(y + row * y_stride + i * 8, zeros, columns - i * 8);
+}
+
+// Zeroes the rows of tiles without lora_rank, a few rows a block.
+template <typename T, bool kAligned>
+__device__ inline void blank_tiles(ExpandParams const& params) {
+  constexpr int kRows = 4;
+  constexpr int kPieces = kMaxTileRows / kRows;
+  int4 const words = load_metadata(reinterpret_cast<int4 const*>(params.tables.plan + kLeastShares));
+  int const num_columns = params.columns[params.tables.slices - 1] + params.widths[params.tables.slices - 1];
+  for (int index = blockIdx.x; index < words.z * kPieces; index += gridDim.x) {
+    int4 const tile = load_item(params.tables.plan, words.w, index / kPieces);
+    int const first = index % kPieces * kRows;
+    T* const y = static_cast<T*>(params.y) + (tile.x + first) * params.y_stride;
+    blank_rows<T, kAligned>(y, params.y_stride, min(kRows, tile.y - first), num_columns);
+  }
+}
+
+template <typename T, bool kAligned, bool kOverwrite>
 __global__ void __launch_bounds__(kExpandThreads, kExpandBlocksPerSm) expand_kernel(const __grid_constant__ ExpandParams params) {
   __shared__ __align__(16) T hidden[kMaxTileRows * kHiddenPitch];
   start_next();
   bool must_wait = true;
-  for_each_part(params, [&](ExpandItem const& item, WorkList const& work) {
+  for_each_part<kOverwrite>(params, [&](ExpandItem const& item, WorkList const& work) {
     Part<T> const part = make_part<T>(params, item);
+    if (kOverwrite && part.lora_rank == 0) {
+      if (must_wait) wait_for_previous();
+      must_wait = false;
+      int const first_column = part.first_unit * kWarpColumns;
+      blank_rows<T, kAligned>(part.y + first_column, params.y_stride, part.row_count, min(part.width, part.end_unit * kWarpColumns) - first_column);
+      __syncthreads();
+      return;
+    }
     auto const source = [&] { return hidden_source(params, item, work); };
-    expand_part<T, kAligned>(part, affine_of<T>(params, item.record), source, params.y_stride, hidden, must_wait);
+    expand_part<T, kAligned, kOverwrite>(part, affine_of<T>(params, item.record), source, params.y_stride, hidden, must_wait);
   });
   if (must_wait) wait_for_previous();
+  if constexpr (kOverwrite) blank_tiles<T, kAligned>(params);
 }
 
 template <typename T>
 cudaError_t launch_expand(ExpandParams const& params, LaunchConfig const& config) {
   bool aligned = params.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.y) % 16 == 0;
   for (int slice = 0; slice < params.tables.slices; ++slice) aligned = aligned && params.widths[slice] % 8 == 0;
-  auto* const kernel = aligned ? expand_kernel<T, true> : expand_kernel<T, false>;
+  auto* const kernel = params.overwrite ? (aligned ? expand_kernel<T, true, true> : expand_kernel<T, false, true>)
+                                        : (aligned ? expand_kernel<T, true, false> : expand_kernel<T, false, false>);
   return launch(kernel, config.num_sms * kExpandBlocksPerSm, kExpandThreads, params, config);
 }
 

@@ -184,8 +184,8 @@ struct RunOutput {
   Vec8 half[2];
 };
 
-// Where a lane's sums go.
-template <typename T, bool kAligned>
+// Where a lane's sums go. kOverwrite: what y held is not read.
+template <typename T, bool kAligned, bool kOverwrite>
 struct OutputStream {
   T* y;          // half 0, run 0
   int column;    // of the slice, likewise
@@ -214,6 +214,7 @@ struct OutputStream {
   }
 
   __device__ void load(RunOutput& out, int ahead) const {
+    if constexpr (kOverwrite) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       T const* const from = y + half * step + ahead;
@@ -235,8 +236,8 @@ struct OutputStream {
       if (valid <= 0) continue;
       float out[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] = get<T>(held.half[half], i) + scale * sums.d[i / 2][half * 2 + i % 2];
-      if constexpr (kAffine) affine.apply(out, column + half * columns + ahead, valid);
+      for (int i = 0; i < 8; ++i) out[i] = (kOverwrite ? 0.f : get<T>(held.half[half], i)) + scale * sums.d[i / 2][half * 2 + i % 2];
+      if constexpr (kAffine && !kOverwrite) affine.apply(out, column + half * columns + ahead, valid);
       store8<T, kAligned>(y + half * step + ahead, out, valid);
     }
   }
@@ -310,8 +311,8 @@ __device__ inline RunSums run_sums(Part<T> const& part, WeightStream<T, kAligned
 // A warp's packs, run by run.
 //
 // kGeneral: lora_rank may be no multiple of 8, and there may be a gain or a bias. What that takes would lengthen everyone's loop.
-template <Depth kDepth, bool kGeneral, typename T, bool kAligned>
-__device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligned>& stream, OutputStream<T, kAligned>& output,
+template <Depth kDepth, bool kGeneral, typename T, bool kAligned, bool kOverwrite>
+__device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligned>& stream, OutputStream<T, kAligned, kOverwrite>& output,
                                     Affine<T> const& affine, T const* hidden, int first_row, int columns, int left,
                                     WarpWeights& weights, RunOutput (&held)[kMaxHeld]) {
   constexpr int kRuns = kHeld<kDepth>;
@@ -337,17 +338,17 @@ __device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligne
 }
 
 // make_source: gives the HiddenSource; what it takes is computed while the first weights are on their way.
-template <typename T, bool kAligned, typename MakeSource>
+template <typename T, bool kAligned, bool kOverwrite, typename MakeSource>
 __device__ inline void expand_part(Part<T> const& part, Affine<T> const& affine, MakeSource make_source, int64_t y_stride, T* hidden,
                                    bool& must_wait) {
   WarpPlace const place(part.row_count);
   int const first_column = (part.first_unit + (place.first_pack << part.log2_pack)) * kWarpColumns;
   int const end_column = min(part.width, part.end_unit * kWarpColumns);
   int const columns = (place.packs_a_step << part.log2_pack) * kWarpColumns;
-  bool const general = part.lora_rank % 8 != 0 || affine.gain_offset >= 0 || affine.bias_offset >= 0;
+  bool const general = part.lora_rank % 8 != 0 || (!kOverwrite && (affine.gain_offset >= 0 || affine.bias_offset >= 0));
   Depth const depth = general ? Depth::kMany : depth_of(part.chunks);
   WeightStream<T, kAligned> stream(part, first_column, end_column);
-  OutputStream<T, kAligned> output(part, y_stride, place.first_row, first_column, end_column);
+  OutputStream<T, kAligned, kOverwrite> output(part, y_stride, place.first_row, first_column, end_column);
   WarpWeights weights;
   RunOutput held[kMaxHeld] = {};
   load_first(weights, stream, depth);

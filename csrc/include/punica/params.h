@@ -40,7 +40,9 @@ enum PlanHeader : int {
   kNumExpandShares = 6,
   kExpandOffset = 7,
   kLeastShares = 8,  // of a tile
-  kRankPitch = 9,    // floats between two slices of v; the rest of the header is zero
+  kRankPitch = 9,    // floats between two slices of v
+  kNumBlanks = 10,   // tiles of rows without lora_rank
+  kBlankOffset = 11,
 };
 
 constexpr int kHeaderWords = 12;
@@ -98,6 +100,7 @@ struct ExpandParams {
   int widths[kMaxSlices];    // O of each slice
   int columns[kMaxSlices];   // first column of each slice
   int unit_end[kMaxSlices];  // units of kWarpColumns columns up to and including each slice
+  bool overwrite;            // y becomes what the adapters add, zero where none does; gain and bias are not applied
 };
 
 struct SegmentGemmParams {

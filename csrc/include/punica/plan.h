@@ -42,14 +42,14 @@ inline int shares_of(int rank, int rows) {
   return ceil_div((rank + 7) / 8 * 16 + std::min(rows, kMiddleRows) * 4, kShareBytes);
 }
 
-// Calls visit(segment, row_start, rows, height, lora_rank) for every tile of an adapted segment, in order.
+// Calls visit(segment, row_start, rows, height, lora_rank) for every tile of the segments that are adapted, or not, in order.
 template <typename Visit>
-void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, Visit visit) {
+void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, bool adapted, Visit visit) {
   for (int s = 0; s < num_segments; ++s) {
     int const rows = indptr[s + 1] - indptr[s];
     int const rank = slots[s] >= 0 ? slot_rank[slots[s]] : 0;
-    if (rank <= 0) continue;
-    int const height = tile_height(rows, indptr[num_segments]);
+    if (rank > 0 != adapted) continue;
+    int const height = adapted ? tile_height(rows, indptr[num_segments]) : kMaxTileRows;
     for (int row = 0; row < rows; row += height) visit(s, indptr[s] + row, std::min(height, rows - row), height, rank);
   }
 }
@@ -73,34 +73,40 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   if (largest > max_rank) return {PlanError::kRank, largest};
   int64_t num_shares = 0;
   int64_t num_units = 0;
+  int64_t num_blanks = 0;
   int least_shares = 0;
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, [&](int, int, int rows, int height, int rank) {
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, true, [&](int, int, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
     least_shares = num_shares == 0 ? shares : std::min(least_shares, shares);
     num_shares += shares;
     num_units += detail::ceil_div(rank, detail::chunk_of(height));
   });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, false, [&](int, int, int, int, int) { ++num_blanks; });
   int const slot_offset = kHeaderWords + num_segments + 1;
   int64_t const expand_offset = (slot_offset + num_segments + kItemWords - 1) / kItemWords * kItemWords;
   int64_t const shrink_offset = expand_offset + num_shares * kItemWords;
-  int64_t const used = shrink_offset + num_units * kItemWords;
+  int64_t const blank_offset = shrink_offset + num_units * kItemWords;
+  int64_t const used = blank_offset + num_blanks * kItemWords;
   if (used > capacity) return {PlanError::kCapacity, capacity};
   for (int64_t i = slot_offset + num_segments; i < expand_offset; ++i) plan[i] = 0;
   int32_t* share = plan + expand_offset;
   int32_t* unit = plan + shrink_offset;
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, [&](int s, int start, int rows, int height, int rank) {
-    auto const put = [&](int32_t*& item, int32_t word) {
-      item[0] = start;
-      item[1] = rows;
-      item[2] = slots[s];
-      item[3] = word;
-      item += kItemWords;
-    };
+  int32_t* blank = plan + blank_offset;
+  auto const put = [&](int32_t*& item, int s, int start, int rows, int32_t word) {
+    item[0] = start;
+    item[1] = rows;
+    item[2] = slots[s];
+    item[3] = word;
+    item += kItemWords;
+  };
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, true, [&](int s, int start, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
-    for (int i = 0; i < shares; ++i) put(share, i | shares << 16);
+    for (int i = 0; i < shares; ++i) put(share, s, start, rows, i | shares << 16);
     int const chunk = detail::chunk_of(height);
-    for (int first = 0; first < rank; first += chunk) put(unit, first | chunk << 16);
+    for (int first = 0; first < rank; first += chunk) put(unit, s, start, rows, first | chunk << 16);
   });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, false,
+                        [&](int s, int start, int rows, int, int) { put(blank, s, start, rows, 0); });
   std::fill_n(plan, kHeaderWords, 0);
   plan[kNumSegments] = num_segments;
   plan[kNumRows] = indptr[num_segments];
@@ -112,6 +118,8 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   plan[kExpandOffset] = static_cast<int32_t>(expand_offset);
   plan[kLeastShares] = least_shares;
   plan[kRankPitch] = (largest + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
+  plan[kNumBlanks] = static_cast<int32_t>(num_blanks);
+  plan[kBlankOffset] = static_cast<int32_t>(blank_offset);
   return {PlanError::kNone, used};
 }
 

@@ -56,6 +56,7 @@ class _ExpandParams(ctypes.Structure):
         ("widths", ctypes.c_int * MAX_SLICES),
         ("columns", ctypes.c_int * MAX_SLICES),
         ("unit_end", ctypes.c_int * MAX_SLICES),
+        ("overwrite", ctypes.c_bool),
     )
 
 
@@ -71,7 +72,7 @@ class EmulatedKernels:
         self._library = ctypes.CDLL(str(library))
         self._num_sms = num_sms
 
-    def apply(self, batch: LoraBatch, y: Tensor | None = None) -> Tensor:
+    def apply(self, batch: LoraBatch, y: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
         """As ``LoraBatch.apply``, with kernels in the place of the ops. Raises RuntimeError if a launch fails."""
         out = batch.y.clone() if y is None else y
         bf16 = int(out.dtype == torch.bfloat16)
@@ -91,6 +92,7 @@ class EmulatedKernels:
         shrink = _ShrinkParams(tables, scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
         self._check(self._library.shrink(bf16, ctypes.byref(shrink), self._num_sms))
         expand = _ExpandParams(tables, scratch, out.data_ptr(), out.stride(0), batch.x.size(1))
+        expand.overwrite = overwrite
         column = units = 0
         for index, width in enumerate(batch.out_features):
             units += -(-width // 64)
