@@ -32,10 +32,10 @@ class StepAttentionPlanner(Protocol):
     """What is told of a step before its layers compute attention."""
 
     def wants_cut(self, batch: AttentionBatch) -> bool:
-        """Whether a decode step's contexts should be cut in pieces; graphs exist of both kinds."""
+        """Whether the contexts of a step's decode rows should be cut in pieces."""
 
     def begin(self, batch: AttentionBatch, cut: bool = True) -> None:
-        """Prepare for the step, without waiting for the device. cut: contexts may be cut in pieces."""
+        """Prepare for the step, without waiting for the device. cut: contexts of decode rows may be cut in pieces."""
 
 
 class PendingSamples(Protocol):
@@ -124,7 +124,7 @@ class DeviceRunner:
             for done, step in enumerate(steps):
                 on_progress(done / len(steps))
                 batch = self._packer.pack((), (), {}, step, in_graph=True)
-                for cut, with_lora in itertools.product((True,) if step.num_prompts else (True, False), families):
+                for cut, with_lora in itertools.product(sizes.cuts(step), families):
                     self._begin(batch, cut)
                     run = functools.partial(self._forward, batch, with_lora=with_lora)
                     self._capture(graphs, GraphKey(step, with_lora, cut), run)
@@ -153,7 +153,7 @@ class DeviceRunner:
         with_lora = self._lora is not None and has_adapters(batch.row_slots)
         if captured is None or self.graphs is None:
             return batch, self._run(batch, with_lora, with_vocabulary)
-        cut = bool(prompts) or self._attention.wants_cut(batch.attention)
+        cut = False not in self.graphs.sizes.cuts(captured) or self._attention.wants_cut(batch.attention)
         self._begin(batch, cut)
         return batch, self.graphs.replay(GraphKey(captured, with_lora, cut))
 
@@ -165,12 +165,12 @@ class DeviceRunner:
         return self.graphs.sizes.fit(len(decode), sum(row.count for row in prompts), len(prompts))
 
     def _run(self, batch: StepBatch, with_lora: bool, with_vocabulary: bool = False) -> Tensor:
-        self._begin(batch)
+        self._begin(batch, self._attention.wants_cut(batch.attention))
         if with_vocabulary and self._vocabulary is not None:
             self._vocabulary.begin(batch.row_slots, batch.logit_slots())
         return self._forward(batch, with_lora=with_lora, with_vocabulary=with_vocabulary)
 
-    def _begin(self, batch: StepBatch, cut: bool = True) -> None:
+    def _begin(self, batch: StepBatch, cut: bool) -> None:
         self._attention.begin(batch.attention, cut)
         if self._lora is not None:
             self._lora.begin(batch.row_slots)

@@ -32,7 +32,7 @@ from punica_core.lora.table_step import TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
-from punica_core.model.flashinfer import FlashInferAttention, unsupported_reason
+from punica_core.model.flashinfer import FlashInferAttention, attends_whole, unsupported_reason
 from punica_core.model.loader import LoadedModel
 from punica_core.ops import cuda
 from punica_core.ops.build import BuildError
@@ -166,9 +166,10 @@ class _Builder:
             )
         has_graphs = config.cuda_graphs and reason is None
         budget = config.max_num_batched_tokens
-        self.sizes = GraphSizes.of(config.max_num_seqs, budget) if has_graphs else GraphSizes()
-        self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
         cache = allocate_kv_cache(loaded, 1)  # in the end it has one block more than the plan: it is measured with it
+        whole_mixed = attends_whole(cache, loaded.num_heads)
+        self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed) if has_graphs else GraphSizes()
+        self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
         if reason is None:
             largest = self.sizes.largest
             self._attention: FlashInferAttention | GatheredAttention = FlashInferAttention(

@@ -1,7 +1,8 @@
 """CUDA graphs of steps: of decode steps, and of steps with a few short prompts beside decoding sequences.
 
 Launching a step kernel by kernel takes the host longer than a short step takes the GPU. There is a graph for each of a
-few sizes, to which steps are padded; with and without adapters; and for decode steps of two kinds of attention.
+few sizes, to which steps are padded; with and without adapters; and with the contexts of decoding sequences in pieces
+and whole.
 """
 
 from __future__ import annotations
@@ -28,26 +29,30 @@ PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """decode: batch sizes of decode steps. mixed: those beside prompts. prompt_rows: of these. All ascending."""
+    """decode: batch sizes of decode steps. mixed: those beside prompts. prompt_rows: of these. All ascending.
+
+    whole_mixed: contexts of sequences that decode beside prompts are attended whole too, not in pieces only.
+    """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     prompt_rows: tuple[int, ...] = ()
+    whole_mixed: bool = False
 
     @classmethod
-    def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
+    def of(cls, max_num_seqs: int, max_num_batched_tokens: int, *, whole_mixed: bool = False) -> GraphSizes:
         """Dense where a step is short, so that padding costs little; the largest fits max_num_seqs."""
         limit = min(max_num_seqs, MAX_GRAPH_SEQS)
         sizes = [MIN_ROWS, 4, *range(8, 128, 8), *range(128, MAX_GRAPH_SEQS + 1, 32)]
         decode = tuple(sizes[: bisect_left(sizes, limit) + 1])
         quarters = {decode[bisect_left(decode, decode[-1] * quarter / 4)] for quarter in range(1, 5)}
         prompt_rows = tuple(rows for rows in PROMPT_ROWS if rows <= max_num_batched_tokens)
-        return cls(decode, (0, *sorted(quarters)), prompt_rows)
+        return cls(decode, (0, *sorted(quarters)), prompt_rows, whole_mixed)
 
     @property
     def num_graphs(self) -> int:
         """Without adapters; with them there are as many again."""
-        return 2 * len(self.decode) + len(self.mixed) * len(self.prompt_rows)
+        return sum(len(self.cuts(step)) for step in self.steps())
 
     @property
     def largest(self) -> BatchSizes:
@@ -61,6 +66,11 @@ class GraphSizes:
         found = [BatchSizes(size) for size in self.decode]
         found += [mixed_sizes(size, rows) for size in self.mixed for rows in self.prompt_rows]
         return sorted(found, key=lambda sizes: -sizes.num_rows)
+
+    def cuts(self, step: BatchSizes) -> tuple[bool, ...]:
+        """How a step is captured: with the contexts of its decode rows in pieces (True), and whole (False)."""
+        has_whole = step.num_decode > 0 and (self.whole_mixed or step.num_prompts == 0)
+        return (True, False) if has_whole else (True,)
 
     def step_sizes(self) -> StepSizes:
         """The same for who plans steps."""

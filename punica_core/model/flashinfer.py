@@ -112,9 +112,10 @@ class FlashInferAttention:
         self._layers = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(cache.size(1))]
 
     def wants_cut(self, batch: AttentionBatch) -> bool:
-        """Whether a decode step is faster with its contexts cut in pieces, whose results are merged afterwards.
+        """Whether decode rows are faster with their contexts cut in pieces, whose results are merged afterwards.
 
-        Not if every context is short, nor if the longest takes no more than its share of the whole work.
+        Not if every context is short, nor if the longest takes no more than its share of these rows' work. Prompts
+        beside them do not count: they are attended by a launch of their own.
         """
         if batch.decode is None:
             return True

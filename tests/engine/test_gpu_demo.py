@@ -64,9 +64,8 @@ def test_the_demo_is_as_near_the_reference_as_peft(dtype: torch.dtype) -> None:
     cuda.load()
     shapes = linear_shapes(build())
     adapters = {slot: load_adapter(adapter_ref(folder), shapes, dtype, 256) for slot, folder in enumerate(ADAPTERS)}
-    driven = DrivenDeviceRunner(
-        build().to("cuda", dtype), adapters, flashinfer=True, graphs=GraphSizes((2, 8), (0, 8), (64, 256))
-    )
+    graphs = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True)
+    driven = DrivenDeviceRunner(build().to("cuda", dtype), adapters, flashinfer=True, graphs=graphs)
     sequences = [driven.sequence(random_prompt(n, 49152, seed=i), slot) for i, (slot, n) in enumerate(PROMPTS)]
     continuations = [random_prompt(NEW_TOKENS, 49152, seed=100 + i) for i in range(len(PROMPTS))]
     driven.teacher_force(sequences, continuations, 64)

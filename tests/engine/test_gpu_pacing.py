@@ -82,6 +82,7 @@ def test_prompts_beside_a_stream_are_computed_by_captured_steps(
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None
+    assert runner.graphs.sizes.whole_mixed, "our kernel takes heads of 64"
     beside = [work for work in works if work.decode_rows and work.prompt_rows]
     captured = [runner.graphs.sizes.fit(work.decode_rows, work.prompt_rows, work.prompts) for work in beside]
     assert sum(work.prompt_rows for work in beside) >= 6000

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from punica_core.engine.graphs import GraphKey, GraphSizes, mixed_sizes
+from punica_core.engine.graphs import GraphKey, GraphSizes, StepGraphs, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.ops import cuda
@@ -59,7 +59,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 ADAPTERS = [{"r": 3}, {"r": 64, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 16, "use_rslora": True}]
 PROMPTS = ((BASE_SLOT, 1), (0, 15), (0, 16), (1, 17), (BASE_SLOT, 120), (2, 112), (1, 31), (2, 1))
 NEW_TOKENS = 6
-GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256))
+GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True)
 EIGHT = BatchSizes(8)
 
 
@@ -207,9 +207,10 @@ def test_pending_rows_on_the_gpu_take_the_tokens_of_the_step_before(folders: Cal
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_a_captured_step_with_prompts_gives_what_its_code_gives_eagerly(
-    with_lora: bool, folders: Callable[[str], list[Path]]
+    with_lora: bool, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:
     adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
     driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graphs=GRAPHS)
@@ -223,16 +224,52 @@ def test_a_captured_step_with_prompts_gives_what_its_code_gives_eagerly(
     assert driven.runner.graphs.sizes.fit(3, sum(row.count for row in prompts), 2) == step
     with torch.inference_mode():
         batch = driven.packer.pack(decode, prompts, {}, step, in_graph=True)
-        driven.attention.inner.begin(batch.attention)
+        driven.attention.inner.begin(batch.attention, cut)
         assert driven.lora is not None
         driven.lora.begin(batch.row_slots)
         wanted = [part.first for part in batch.logits]
         eager = driven.forward(batch, with_lora=with_lora)[wanted].clone()
-        replayed = driven.runner.graphs.replay(GraphKey(step, with_lora, True))[wanted].clone()
-        other_family = driven.runner.graphs.replay(GraphKey(step, not with_lora, True))[wanted].clone()
+        replayed = driven.runner.graphs.replay(GraphKey(step, with_lora, cut))[wanted].clone()
+        other_family = driven.runner.graphs.replay(GraphKey(step, not with_lora, cut))[wanted].clone()
     assert len(wanted) == 5
     assert torch.equal(replayed, eager)
     assert torch.equal(other_family, eager) != with_lora
+
+
+def beside_prompts(driven: DrivenDeviceRunner, longest: int) -> torch.Tensor:
+    """Logits [5, V] of a step with three decode rows, one of a context of `longest` tokens, and two prompts."""
+    decoding = [driven.sequence(random_prompt(n, 512), slot) for n, slot in ((longest, 0), (3, 1), (64, BASE_SLOT))]
+    decoding[0].block_table = list(range(64, 104))
+    driven.teacher_force(decoding, [random_prompt(2, 512, seed=i) for i in range(3)], budget=1000)
+    sequences = [*decoding, *(driven.sequence(random_prompt(n, 512), slot) for n, slot in ((30, 2), (12, 1)))]
+    driven.step(sequences)
+    return torch.stack([driven.logits_of(sequence)[-1] for sequence in sequences]).cpu()
+
+
+@pytest.mark.parametrize(("longest", "cut"), [(120, False), (600, True)], ids=["short", "long"])
+def test_decode_rows_beside_prompts_are_as_right_as_flashinfers(
+    longest: int, cut: bool, folders: Callable[[str], list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[GraphKey] = []
+    replay = StepGraphs.replay
+    monkeypatch.setattr(StepGraphs, "replay", lambda self, key: keys.append(key) or replay(self, key))
+    reference = beside_prompts(
+        DrivenDeviceRunner(build("llama"), adapters_of("llama", folders("llama"), torch.float32)), longest
+    )
+    options: list[dict[str, Any]] = [{"graphs": GRAPHS}, {"own_kernel": False}]
+    adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
+    ours, theirs = (
+        beside_prompts(
+            DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, **each), longest
+        )
+        for each in options
+    )
+    assert keys[-1] == GraphKey(mixed_sizes(8, 64), True, cut), "five of eight decode rows are padding"
+    assert relative_error(ours, reference) <= 2 * relative_error(theirs, reference)
+    for row in range(5):
+        wrong = ours.clone()
+        wrong[row] = ours[row - 1]
+        assert relative_error(wrong, reference) > 2 * relative_error(theirs, reference)
 
 
 def test_contexts_in_pieces_and_whole_give_alike_logits(folders: Callable[[str], list[Path]]) -> None:

@@ -54,7 +54,17 @@ def test_every_step_that_can_be_chosen_is_captured_and_none_exceeds_the_largest(
         assert step.num_decode <= largest.num_decode
         assert step.num_prompt_rows <= largest.num_prompt_rows
         assert step.num_logits <= largest.num_logits
-    assert SIZES.num_graphs == sum(1 if step.num_prompts else 2 for step in steps)
+
+
+@pytest.mark.parametrize("whole_mixed", [False, True])
+def test_decode_rows_are_captured_both_ways_beside_prompts_only_if_asked(whole_mixed: bool) -> None:
+    sizes = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=whole_mixed)
+    assert sizes.cuts(BatchSizes(32)) == (True, False)
+    assert sizes.cuts(mixed_sizes(32, 64)) == ((True, False) if whole_mixed else (True,))
+    assert sizes.cuts(mixed_sizes(0, 64)) == (True,), "no decode rows, no contexts of theirs"
+    beside = sum(1 for step in sizes.steps() if step.num_decode and step.num_prompts)
+    assert beside == 4 * 6
+    assert sizes.num_graphs == 2 * len(sizes.decode) + 5 * 6 + (beside if whole_mixed else 0)
 
 
 def test_without_graphs_nothing_fits() -> None:

@@ -62,7 +62,8 @@ class GreedySampler(RecordingSampler):
 class DrivenDeviceRunner(DrivenRunner):
     """Like `DrivenRunner`, through packed tables, the SGMV ops and (if `compiled`) torch.compile.
 
-    flashinfer: attention as it is served on a GPU, else in plain torch. graphs: steps to capture.
+    flashinfer: attention as it is served on a GPU, else in plain torch. own_kernel: with our kernel for decode rows.
+    graphs: steps to capture.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class DrivenDeviceRunner(DrivenRunner):
         *,
         compiled: bool = False,
         flashinfer: bool = False,
+        own_kernel: bool = True,
         graphs: GraphSizes = NO_GRAPHS,
     ) -> None:
         super().__init__(base, adapters)
@@ -81,7 +83,13 @@ class DrivenDeviceRunner(DrivenRunner):
         specs = loaded.attention_specs
         if flashinfer:
             inner: Any = FlashInferAttention(
-                self.kv_cache, loaded.num_heads, specs, MAX_SEQS, max_prompt_rows=MAX_ROWS, max_prompts=MAX_SEQS
+                self.kv_cache,
+                loaded.num_heads,
+                specs,
+                MAX_SEQS,
+                max_prompt_rows=MAX_ROWS,
+                max_prompts=MAX_SEQS,
+                own_kernel=own_kernel,
             )
         else:
             inner = GatheredAttention(self.kv_cache, specs)

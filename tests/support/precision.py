@@ -28,7 +28,7 @@ from tests.support.peft_batch import adapted_model
 BATCH = MAX_SEQS - 1
 """Adapters in a batch at most, beside a row of the base."""
 NEW_TOKENS = 6
-GRAPHS = GraphSizes((2, 8, 16), (0, 8, 16), (64, 256))
+GRAPHS = GraphSizes((2, 8, 16), (0, 8, 16), (64, 256), whole_mixed=True)
 LIMIT = 2.0
 
 Build = Callable[[], PreTrainedModel]
