@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from app.adapter_survey import report_of
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.adapters.report import AdapterReport, inspect_ref
 from punica_core.adapters.report_text import table
-from punica_core.errors import AdapterError, ConfigError
+from punica_core.errors import ConfigError
 
 TORCH_ACTIONS = {
     "validate": "account for every tensor, read every number, and say what is refused",
@@ -58,7 +58,7 @@ def _list(options: argparse.Namespace) -> int:
     if not Path(options.folder).is_dir():
         raise ConfigError(f"{options.folder} is not a folder.")
     registry = AdapterRegistry(Path(options.folder), ())
-    reports = [_report(registry, name) for name in registry.names()]
+    reports = [report_of(registry, name, _NO_LIMIT) for name in registry.names()]
     if options.json:
         print(json.dumps([report.to_json() for report in reports], indent=2))
     elif reports:
@@ -68,11 +68,3 @@ def _list(options: argparse.Namespace) -> int:
     else:
         print(f"{options.folder} has no adapters.")
     return 0
-
-
-def _report(registry: AdapterRegistry, name: str) -> AdapterReport:
-    try:
-        ref = registry.resolve(name)
-    except AdapterError as error:
-        return AdapterReport(name, str(registry.folder_of(name))).refused(error)
-    return inspect_ref(ref, None, _NO_LIMIT)[0]

@@ -19,11 +19,13 @@ from typing import Self, TextIO
 
 import msgspec
 
+from app.adapter_survey import Survey
 from punica_core.protocol import Progress
 
 log = logging.getLogger(__name__)
 
 CLEAR_LINE = "\r\x1b[K"
+NOTHING_REFUSED = Survey()
 _MAX_EXAMPLES = 8
 _KEY_HEADER = ' -H "authorization: Bearer $PUNICA_API_KEY"'
 
@@ -95,20 +97,31 @@ def say(text: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def ready_text(names: Sequence[str], host: str, port: int, *, needs_key: bool = False) -> str:
-    """Lines to paste: curl for the base and each adapter, and the OpenAI SDK. `names`: the base first.
+def ready_text(
+    all_names: Sequence[str], host: str, port: int, *, needs_key: bool = False, survey: Survey = NOTHING_REFUSED
+) -> str:
+    """Lines to paste: curl for the base and each adapter, and the OpenAI SDK. `all_names`: the base first.
 
-    needs_key: a key is read from the variable PUNICA_API_KEY of whoever pastes them.
+    needs_key: a key is read from the variable PUNICA_API_KEY of whoever pastes them. survey: which are refused.
     """
+    names = [all_names[0], *(name for name in all_names[1:] if name not in survey.refused)]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
     adapters = "1 adapter" if len(names) == 2 else f"{len(names) - 1} adapters"
-    lines = [f"Ready on {url} with {names[0]} and {adapters}. Try:", ""]
+    refused = _refused_text(len(all_names) - len(names), survey.complete)
+    lines = [f"Ready on {url} with {names[0]} and {adapters}{refused}. Try:", ""]
     lines += [_curl(url, name, needs_key) for name in names[:_MAX_EXAMPLES]]
     if len(names) > _MAX_EXAMPLES:
         key = _KEY_HEADER if needs_key else ""
         lines.append(f"# ... and {len(names) - _MAX_EXAMPLES} more: curl -s {url}/models{key}")
     return "\n".join([*lines, "", _sdk(url, names, needs_key)])
+
+
+def _refused_text(count: int, complete: bool) -> str:
+    if not count:
+        return ""
+    others = "1 other is" if count == 1 else f"{count} others are"
+    return f"; {'' if complete else 'at least '}{others} refused, and the log says why"
 
 
 def _curl(url: str, name: str, needs_key: bool) -> str:

@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 
 from app import adapters_command, demo, keys_command, settings
+from app.adapter_survey import survey_adapters
 from app.banner import Spinner, ready_text, say
 from app.service import Service, version
 from app.settings import Settings
@@ -152,6 +153,10 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
     with Spinner() as spinner:
         service = Service(chosen, connect, spinner.on_progress)
         service.begin_start()
+        # Nobody is kept waiting by it: it ends before most workers are ready.
+        surveying = asyncio.create_task(
+            asyncio.to_thread(survey_adapters, service.registry, chosen.max_lora_rank), name="adapter-survey"
+        )
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
@@ -175,7 +180,8 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            ready = ready_text(service.all_names(), host, port, needs_key=not service.keys.is_open)
+            needs_key, survey = not service.keys.is_open, await surveying
+            ready = ready_text(service.all_names(), host, port, needs_key=needs_key, survey=survey)
             server = Server(config, service, ready)
             if chosen.api_keys_file:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)

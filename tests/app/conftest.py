@@ -55,7 +55,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def write_adapters(root: Path) -> Path:
-    """Two adapters as the front end sees them: it never opens their files."""
+    """Two adapters that do for a front end without a worker: it reads no more than their headers, to warn of them."""
     for name in ("sql", "pirate"):
         (root / name).mkdir(parents=True)
         (root / name / "adapter_config.json").write_text("{}")

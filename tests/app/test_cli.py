@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app import cli, demo
+from app.adapter_survey import Survey
 from app.banner import CLEAR_LINE, Spinner, ready_text
 from app.settings import Settings, all_keys, load
 from punica_core.errors import ConfigError
@@ -86,6 +87,22 @@ def test_ready_text_has_a_line_for_each_model_and_the_address_that_was_bound() -
     curl = next(line for line in text.splitlines() if "it" in line and line.startswith("curl"))
     shell = subprocess.run(["sh", "-c", curl.replace("curl -s", "printf '%s '")], capture_output=True, text=True)
     assert '"model":"it\'s"' in shell.stdout
+
+
+@pytest.mark.parametrize(
+    ("survey", "told"),
+    [
+        (Survey(frozenset({"old"})), "2 adapters; 1 other is refused, and the log says why. Try:"),
+        (Survey(frozenset({"old", "new", "gone"}), complete=False), "1 adapter; at least 2 others are refused, and"),
+        (Survey(frozenset({"gone"}), complete=False), "3 adapters. Try:"),
+    ],
+)
+def test_adapters_that_are_refused_are_counted_apart_and_are_no_examples(survey: Survey, told: str) -> None:
+    names = ["base", "sql", "old", "new"]
+    text = ready_text(names, "127.0.0.1", 1, survey=survey)
+    assert text.startswith(f"Ready on http://127.0.0.1:1/v1 with base and {told}")
+    assert {name for name in names if f'"model":"{name}"' in text} == set(names) - survey.refused
+    assert {name for name in names if f"'{name}'" in text} == set(names) - survey.refused
 
 
 def test_the_printed_python_is_valid() -> None:

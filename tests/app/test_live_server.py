@@ -24,11 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """A running server and clients of it."""
+    """A running server and clients of it. ready: the first line of what it printed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], ready: str) -> None:
         self.process = process
-        self.url = url
+        self.ready = ready
+        self.url = ready.split("Ready on ")[1].split("/v1")[0]
 
     def openai(self, **options: Any) -> AsyncOpenAI:
         defaults: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 30}
@@ -59,8 +60,7 @@ def running(
     ) as process:
         assert process.stdout is not None
         try:
-            first = process.stdout.readline().decode()
-            yield Process(process, first.split("Ready on ")[1].split("/v1")[0])
+            yield Process(process, process.stdout.readline().decode())
         finally:
             process.kill()
 
@@ -73,6 +73,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     write_adapters(root / "adapters")
     with running(model_dir, "--adapters", str(root / "adapters"), step_seconds=0.001) as process:
         yield process
+
+
+def test_it_says_that_it_is_ready_and_how_many_adapters_are_refused(server: Process) -> None:
+    assert f"with {BASE} and 0 adapters; 2 others are refused" in server.ready
 
 
 async def test_the_sdk_streams_and_does_not_stream_the_same_text(server: Process) -> None:
