@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """A running server and clients of it. ready: the first line of what it printed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ready: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, ready: str = "") -> None:
         self.process = process
+        self.url = url
         self.ready = ready
-        self.url = ready.split("Ready on ")[1].split("/v1")[0]
 
     def openai(self, **options: Any) -> AsyncOpenAI:
         defaults: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 30}
@@ -60,7 +60,8 @@ def running(
     ) as process:
         assert process.stdout is not None
         try:
-            yield Process(process, process.stdout.readline().decode())
+            first = process.stdout.readline().decode()
+            yield Process(process, first.split("Ready on ")[1].split("/v1")[0], first)
         finally:
             process.kill()
 
