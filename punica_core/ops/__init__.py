@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from punica_core.ops import reference
+from punica_core.ops import checks, reference
 
 __all__ = [
     "add_product",
@@ -248,25 +248,25 @@ def _register() -> None:
         "decode_attention": "(Tensor(a!) out, Tensor query, Tensor cache, Tensor kv_indptr, Tensor kv_indices, "
         "Tensor last_block_len, int layer, float scaling, *, int window=0, float softcap=0.0) -> ()",
     }
-    checks = {
-        "lora_shrink": reference.check_shrink,
-        "lora_expand": reference.check_expand,
-        "lora_embed": reference.check_embed,
-        "segment_gemm": reference.check_segment_gemm,
-        "add_product": reference.check_add_product,
-        "kv_append": reference.check_kv_append,
-        "rotary_append": reference.check_rotary_append,
-        "decode_attention": reference.check_decode_attention,
+    fakes = {
+        "lora_shrink": checks.check_shrink,
+        "lora_expand": checks.check_expand,
+        "lora_embed": checks.check_embed,
+        "segment_gemm": checks.check_segment_gemm,
+        "add_product": checks.check_add_product,
+        "kv_append": checks.check_kv_append,
+        "rotary_append": checks.check_rotary_append,
+        "decode_attention": checks.check_decode_attention,
     }
     for name, schema in schemas.items():
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, getattr(reference, name), "CPU")
-        torch.library.register_fake(f"punica::{name}", checks[name], lib=_LIBRARY)
+        torch.library.register_fake(f"punica::{name}", fakes[name], lib=_LIBRARY)
     _LIBRARY.impl("add_product", _add_by_cublas, "CUDA")
 
 
 def _add_by_cublas(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    reference.check_add_product(y, x, weight)
+    checks.check_add_product(y, x, weight)
     torch.addmm(y, x, weight.t(), out=y)
 
 
