@@ -21,12 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-import yaml
-
-from app.settings import YAML_VALUE_ERRORS
+from app.key_file import NAME, NAME_RULE, Entry, entry_label, read_entries, wrong_file
 from punica_core.adapters.files import signature_of
 from punica_core.errors import ConfigError, InvalidApiKey
 from punica_core.protocol import FileSignature
@@ -38,18 +34,11 @@ SINGLE_NAME = "default"
 """Name of the key given by `api_key`."""
 WATCH_SECONDS = 1.0
 """Between two looks at the state of the file."""
-MAX_FILE_BYTES = 4 * 2**20
 
 _BEARER = re.compile(rb"bearer +([\x21-\x7e]{1,4096}) *", re.IGNORECASE)
 _TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
 _WILDCARD = re.compile(r"[*?\[]")
 _HASH = re.compile(r"[0-9a-f]{64}")
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-
-_Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME}\Z")]
-_Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Limit = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,53 +202,20 @@ class KeyStore:
             return None, KeyRing(self._single)
         state = _state(self._file)
         keys = [*self._single, *read_keys(self._file)]
-        _check_distinct(keys, self._file)
+        _check_distinct(keys, len(self._single), self._file)
         return state, KeyRing(keys)
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: _Name
-    key: str
-    adapters: list[_Pattern] | _Pattern = "*"
-    base: bool = True
-    metrics: bool = False
-    admin: bool = False
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    max_concurrent: _Limit | None = None
-
-
-class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: Annotated[list[_Entry], msgspec.Meta(min_length=1, max_length=10_000)]
-
-
 def read_keys(file: Path) -> list[tuple[bytes, ApiKey]]:
-    """The keys of a YAML file with their digests. An entry's `key` is a token, or `sha256:` and its hash.
-
-    Raises ConfigError, which repeats no token.
-    """
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"Cannot read the keys in {file}: {error.strerror}.", param="api_keys_file") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_FILE_BYTES} bytes.", param="api_keys_file")
-    try:
-        document = msgspec.convert(yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), _Document)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        raise ConfigError(f"{file} is not valid YAML{place}.", param="api_keys_file") from None
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error}.", param="api_keys_file") from None
-    except YAML_VALUE_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
-        raise ConfigError(f"{file} has a value that YAML cannot read.", param="api_keys_file") from None
-    digests = [_digest(entry.key, f"{file}: key of {entry.name!r}") for entry in document.keys]
-    return [(digest, _api_key(entry, digest)) for entry, digest in zip(document.keys, digests, strict=True)]
+    """The keys of a YAML file with their digests. Raises ConfigError, which repeats no token."""
+    entries = read_entries(file)
+    digests = [
+        _digest(entry.key, f"{file}, {entry_label(number, entry.name)}") for number, entry in enumerate(entries, 1)
+    ]
+    return [(digest, _api_key(entry, digest)) for entry, digest in zip(entries, digests, strict=True)]
 
 
-def _api_key(entry: _Entry, digest: bytes) -> ApiKey:
+def _api_key(entry: Entry, digest: bytes) -> ApiKey:
     patterns = (entry.adapters,) if isinstance(entry.adapters, str) else tuple(entry.adapters)
     limits = KeyLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
     metrics = entry.metrics or entry.admin
@@ -268,16 +224,17 @@ def _api_key(entry: _Entry, digest: bytes) -> ApiKey:
     )
 
 
-def _check_distinct(keys: Sequence[tuple[bytes, ApiKey]], file: Path) -> None:
-    names: set[str] = set()
+def _check_distinct(keys: Sequence[tuple[bytes, ApiKey]], num_single: int, file: Path) -> None:
+    """num_single: of the first keys, which are not the file's."""
+    names: dict[str, str] = {}
     owners: dict[bytes, str] = {}
-    for digest, key in keys:
+    for number, (digest, key) in enumerate(keys, 1 - num_single):
+        label = entry_label(number, key.name) if number > 0 else "the key given by api_key"
         if key.name in names:
-            raise ConfigError(f"{file}: the name {key.name!r} is used twice.", param="api_keys_file")
+            raise wrong_file(f"{file}: {label} has the name of {names[key.name]}.")
         if digest in owners:
-            raise ConfigError(f"{file}: {owners[digest]!r} and {key.name!r} have the same key.", param="api_keys_file")
-        names.add(key.name)
-        owners[digest] = key.name
+            raise wrong_file(f"{file}: {label} has the same key as {owners[digest]}.")
+        names[key.name] = owners[digest] = label
 
 
 def hash_of(token: str) -> str:
@@ -287,8 +244,8 @@ def hash_of(token: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise ConfigError for what cannot be the name of a key."""
-    if not re.fullmatch(_NAME, name):
-        raise ConfigError(f"{name!r} cannot be a key's name: 1 to 64 letters, digits, '.', '_' and '-' are expected.")
+    if not re.fullmatch(NAME, name):
+        raise ConfigError(f"{name!r} cannot be a key's name: {NAME_RULE}.")
 
 
 def new_token() -> str:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import key_file
 from app import keys as keys_module
 from app.cli import main
 from app.keys import ApiKey, KeyLimits, KeyStore, hash_of, read_keys
@@ -151,6 +152,18 @@ def test_one_key_and_a_file_go_together(file: Path) -> None:
     assert {store.find(bearer(token)).name for token in (ACME, OTHER, "the-one-key")} == {"acme", "other", "default"}
 
 
+@pytest.mark.parametrize(
+    ("single", "complaint"),
+    [(ACME, "entry 1 ('acme') has the same key as"), ("the-one-key", "entry 2 ('default') has the name of")],
+)
+def test_an_entry_that_collides_with_the_one_key_says_so(tmp_path: Path, single: str, complaint: str) -> None:
+    text = f"keys: [{{name: acme, key: {ACME}}}, {{name: default, key: {OTHER}}}]"
+    with pytest.raises(ConfigError) as caught:
+        KeyStore(single, write(tmp_path, text))
+    assert f"{complaint} the key given by api_key." in caught.value.message
+    assert single not in caught.value.message
+
+
 def test_no_token_is_kept(file: Path) -> None:
     store = KeyStore("the-one-key", file)
     kept = repr([vars(store), vars(store._ring), store.keys])
@@ -164,21 +177,38 @@ def test_no_token_is_kept(file: Path) -> None:
     [
         ("", "Expected `object`, got `null`"),
         ("keys: []", "length >= 1"),
-        ("keys: [{name: a}]", "missing required field `key`"),
-        ("keys: [{name: a, key: SECRETSECRET, admn: true}]", "unknown field `admn`"),
-        ("keys: [{name: a b, key: SECRETSECRET}]", "matching regex"),
-        ("keys: [{name: a, key: 1234567890}]", "Expected `str`, got `int`"),
-        ("keys: [{name: a, key: SECRET}]", "key of 'a': a key has 8 to 512"),
+        ("keys: [{name: a}]", r"entry 1 \('a'\): Object missing required field `key`"),
+        ("keys: [{key: SECRETSECRET}]", "entry 1: Object missing required field `name`"),
+        ("keys: [{name: a, key: SECRETSECRET, admn: true}]", "unknown field 'admn' .did you mean 'admin'"),
+        (
+            "keys: [{name: a, key: SECRETSECRET, SECRETSECRE2: 1}]",
+            "an unknown field; known ones are name, key, adapters",
+        ),
+        ("key: [SECRETSECRET]", "unknown field 'key' .did you mean 'keys'"),
+        ("SECRETSECRET: a", "an unknown field; known ones are keys"),
+        ("keys: [SECRETSECRET]", "entry 1: Expected `object`, got `str`"),
+        ("keys: {SECRETSECRET: a}", "keys: Expected `array`, got `object`"),
+        ("keys: [{name: a, key: SECRETSECRET}, {name: SECRET b, key: a}]", "entry 2, name: 1 to 64 letters"),
+        ("keys: [{name: a, key: 1234567890}]", r"entry 1 \('a'\), key: Expected `str`, got `int`"),
+        ("keys: [{name: a, key: SECRETSECRE2}, {name: b, key: SECRET}]", r"entry 2 \('b'\): a key has 8 to 512"),
         ("keys: [{name: a, key: SECRET SECRET}]", "no spaces"),
         ("keys: [{name: a, key: 'sha256:SECRETSECRET'}]", "64 hexadecimal digits"),
-        ("keys: [{name: a, key: SECRETSECRET, requests_per_minute: 0}]", ">= 1"),
+        ("keys: [{name: a, key: SECRETSECRET, requests_per_minute: 0}]", r"'a'\), requests_per_minute: .*>= 1"),
+        ("keys: [{name: a, key: SECRETSECRET, adapters: [sql, 5]}]", r"'a'\), adapters\[1\]: Expected `str`"),
         ("keys: [{name: a, key: SECRETSECRET, max_concurrent: many}]", "Expected `int"),
         ("keys: [{name: a, key: SECRETSECRET, admin: 1}]", "Expected `bool`"),
-        ("keys: [{name: a, key: SECRETSECRET}, {name: a, key: SECRETSECRE2}]", "'a' is used twice"),
-        ("keys: [{name: a, key: SECRETSECRET}, {name: b, key: SECRETSECRET}]", "'a' and 'b' have the same key"),
+        (
+            "keys: [{name: a, key: SECRETSECRET}, {name: a, key: SECRETSECRE2}]",
+            r"entry 2 \('a'\) has the name of entry 1",
+        ),
+        (
+            "keys: [{name: a, key: SECRETSECRET}, {name: b, key: SECRETSECRET}]",
+            r"entry 2 \('b'\) has the same key as entry 1 \('a'\)",
+        ),
         ("keys: [{name: a, key: SECRETSECRET", r"not valid YAML \(line 2, column 1\)"),
         ("keys: [{name: a, key: *SECRETSECRET}]", "not valid YAML"),
-        ("keys: [{name: a, key: 2001-99-99}]", "cannot read"),
+        ("keys: [{name: a, key: 2001-99-99}]", r"cannot read \(line 1, column 23\)"),
+        ("keys:\n- name: a\n  key: SECRETSECRET\n- name: b\n  key: 2001-99-99", r"cannot read \(line 5, column 8\)"),
         ("keys: [{name: a, key: !!bool SECRETSECRET}]", "cannot read"),
         ("keys: [{name: a, key: !!timestamp SECRETSECRET}]", "cannot read"),
         ("keys: [{name: a, key: !!int ''}]", "cannot read"),
@@ -199,7 +229,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         read_keys(tmp_path)
     with pytest.raises(ConfigError, match="more than 4194304 bytes"):
-        read_keys(write(tmp_path, " " * (keys_module.MAX_FILE_BYTES + 1)))
+        read_keys(write(tmp_path, " " * (key_file.MAX_FILE_BYTES + 1)))
 
 
 @pytest.mark.parametrize("single", ["short", "with space", "ünïcödë-key", "line\nbreak"])

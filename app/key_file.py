@@ -1,0 +1,121 @@
+"""A file of keys as it is written: its entries, or what is wrong with which of them.
+
+No message repeats what may be a key: neither a value, nor a name that cannot be one, nor a field that is not a known
+one's misspelling.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+
+from app.settings import YAML_VALUE_ERRORS
+from punica_core.errors import ConfigError
+
+MAX_FILE_BYTES = 4 * 2**20
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+NAME_RULE = "1 to 64 letters, digits, '.', '_' and '-' are expected"
+
+_ENTRY_PATH = re.compile(r"\.keys\[(\d+)\]\.?([^`]*)`")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+_Name = Annotated[str, msgspec.Meta(pattern=rf"^{NAME}\Z")]
+_Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key, with what its holder may do (see `app.keys.ApiKey`). key: a token, or `sha256:` and its hash."""
+
+    name: _Name
+    key: str
+    adapters: list[_Pattern] | _Pattern = "*"
+    base: bool = True
+    metrics: bool = False
+    admin: bool = False
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    max_concurrent: _Limit | None = None
+
+
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: Annotated[list[Entry], msgspec.Meta(min_length=1, max_length=10_000)]
+
+
+def read_entries(file: Path) -> list[Entry]:
+    """The entries of a YAML file. Raises ConfigError."""
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise wrong_file(f"Cannot read the keys in {file}: {error.strerror}.") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise wrong_file(f"{file} has more than {MAX_FILE_BYTES} bytes.")
+    found = _parse(file, content)
+    try:
+        return msgspec.convert(found, _Document).keys
+    except msgspec.ValidationError as error:
+        raise wrong_file(f"{file}: {_complaint(str(error), found)}.") from None
+
+
+def entry_label(number: int, name: object) -> str:
+    """How messages call the entry of that number, from 1 on."""
+    is_name = isinstance(name, str) and re.fullmatch(NAME, name)
+    return f"entry {number} ({name!r})" if is_name else f"entry {number}"
+
+
+def wrong_file(message: str) -> ConfigError:
+    return ConfigError(message, param="api_keys_file")
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """mark: where the value begins that was made last, or could not be."""
+
+    mark: yaml.Mark | None = None
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        self.mark = node.start_mark
+        return super().construct_object(node, deep)
+
+
+def _parse(file: Path, content: bytes) -> Any:
+    loader = None
+    try:
+        loader = _Loader(content)
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise wrong_file(f"{file} is not valid YAML{_place(getattr(error, 'problem_mark', None))}.") from None
+    except YAML_VALUE_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
+        place = _place(loader.mark if loader is not None else None)
+        raise wrong_file(f"{file} has a value that YAML cannot read{place}.") from None
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+
+
+def _complaint(error: str, found: Any) -> str:
+    """msgspec's error with the entry's number and name in place of a path."""
+    what, _, path = error.partition(" - at `$")
+    inside = _ENTRY_PATH.fullmatch(path)
+    if inside is None:
+        where, fields = path.strip(".`"), _Document.__struct_fields__
+    else:
+        index, field = int(inside[1]), inside[2]
+        entry = found["keys"][index]
+        where = entry_label(index + 1, entry.get("name") if isinstance(entry, dict) else None)
+        where, fields = f"{where}, {field}" if field else where, Entry.__struct_fields__
+        if field == "name" and "regex" in what:
+            what = NAME_RULE
+    unknown = _UNKNOWN_FIELD.fullmatch(what)
+    if unknown is not None:
+        meant = difflib.get_close_matches(unknown[1], fields, n=1, cutoff=0.7)
+        what = f"an unknown field; known ones are {', '.join(fields)}"
+        if meant:
+            what = f"unknown field {unknown[1]!r} (did you mean {meant[0]!r}?)"
+    return f"{where}: {what}" if where else what
