@@ -52,12 +52,12 @@ class AdapterLoader:
         """
         if name in self._loading:
             raise InvalidRequest(f"The adapter {name!r} is being loaded by another request.", param="lora_name")
+        ref = self._registry.locate(name, path)
         if self._registry.exists(name) and not replace:
             raise InvalidRequest(
                 f"The name {name!r} is taken. Unload it first, choose another, or send `load_inplace: true`.",
                 param="lora_name",
             )
-        ref = self._registry.locate(name, path)
         self._loading.add(name)
         try:
             await self._try(ref)

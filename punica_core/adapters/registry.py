@@ -29,7 +29,7 @@ from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, 
 from punica_core.adapters.header import CONVERT_PICKLE, shorten
 from punica_core.adapters.packed_header import SUFFIX
 from punica_core.adapters.roots import AdapterRoots
-from punica_core.errors import AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
+from punica_core.errors import AdapterError, AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from punica_core.protocol import AdapterRef
 
 MAX_NAME_LENGTH = 200
@@ -114,8 +114,7 @@ class AdapterRegistry:
         Raises InvalidRequest for a name that cannot be one or a path that leads elsewhere, ModelNotFound if there is no
         adapter, and what `resolve` raises.
         """
-        if name in self._reserved:
-            raise InvalidRequest(f"{name!r} is the base model's name.", param="lora_name")
+        self._check_not_base(name)
         if len(name) > MAX_NAME_LENGTH or not all(map(_is_part, name.split("/"))):
             raise InvalidRequest(
                 f"lora_name is {shorten(name, 100)!r}; a name has at most {MAX_NAME_LENGTH} printable characters, no "
@@ -123,7 +122,11 @@ class AdapterRegistry:
                 param="lora_name",
             )
         folder = self._roots.locate(path)
-        ref = self._ref(name, folder, self._roots.stat)
+        try:
+            ref = self._ref(name, folder, self._roots.stat)
+        except AdapterError as error:
+            error.param = "lora_path"
+            raise
         if ref is None:
             raise ModelNotFound(f"The folder at lora_path has no {CONFIG_NAME}.", param="lora_path")
         return ref
@@ -135,11 +138,15 @@ class AdapterRegistry:
             self._hidden -= {ref.name}
 
     def remove(self, name: str) -> str:
-        """Serve nothing under that name any more; returns the folder. Raises ModelNotFound."""
+        """Serve nothing under that name any more; returns the folder.
+
+        Raises ModelNotFound, or InvalidRequest for the base model.
+        """
+        self._check_not_base(name)
         listed = self._listed_path(name)
         folder = self._added.get(name, listed)
         if folder is None:
-            raise self._not_found(name, None)
+            raise self._not_found(name, None, param="lora_name")
         with self._lock:
             self._added = {other: path for other, path in self._added.items() if other != name}
             if listed is not None:
@@ -159,6 +166,10 @@ class AdapterRegistry:
         name = os.path.relpath(folder, self._root)
         names = {name, name.removesuffix(SUFFIX)} - self._added.keys()
         return any(self._listed_path(candidate) == folder for candidate in names)
+
+    def _check_not_base(self, name: str) -> None:
+        if name in self._reserved:
+            raise InvalidRequest(f"{name!r} is the base model's name.", param="lora_name")
 
     def _listed_path(self, name: str) -> str | None:
         """What in the directory has this name and was not hidden: a folder with a config, or a packed file."""
@@ -322,11 +333,11 @@ class AdapterRegistry:
             self._reported.add(path)
             _log.warning(message, os.path.relpath(path, self._root) if os.path.isabs(path) else path)
 
-    def _not_found(self, name: str, visible: Callable[[str], bool] | None) -> ModelNotFound:
+    def _not_found(self, name: str, visible: Callable[[str], bool] | None, *, param: str = "model") -> ModelNotFound:
         names = self.names()
         matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-        return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param="model")
+        return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param=param)
 
 
 def close_matches(name: str, names: Collection[str]) -> list[str]:

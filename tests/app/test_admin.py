@@ -104,12 +104,13 @@ async def test_only_who_may_load_adapters_is_told_their_folders(make_server: Mak
         ({"lora_name": "", "lora_path": "tuned"}, 400, "lora_name"),
         ({"lora_name": 7, "lora_path": "tuned"}, 400, "lora_name"),
         ({"lora_name": "new", "lora_path": None}, 400, "lora_path"),
-        ({"lora_name": BASE, "lora_path": "tuned"}, 400, "taken"),
+        ({"lora_name": BASE, "lora_path": "tuned"}, 400, "base model's name"),
         ({"lora_name": BASE, "lora_path": "tuned", "load_inplace": True}, 400, "base model's name"),
         ({"lora_name": "sql", "lora_path": "tuned"}, 400, "'sql' is taken"),
         ({"lora_name": "../x", "lora_path": "tuned"}, 400, "lora_name is '../x'"),
         ({"lora_name": "new", "lora_path": "nothing"}, 404, "no folder"),
         ({"lora_name": "new", "lora_path": "deep"}, 404, "no adapter_config.json"),
+        ({"lora_name": "new", "lora_path": "bare"}, 400, "no weights"),
         ({"lora_name": "new", "lora_path": "../outside"}, 400, "does not lie below"),
         ({"lora_name": "new", "lora_path": "/etc"}, 400, "does not lie below"),
         ({"lora_name": "new", "lora_path": "tuned\0"}, 400, "lora_path must have"),
@@ -117,13 +118,16 @@ async def test_only_who_may_load_adapters_is_told_their_folders(make_server: Mak
     ],
 )
 async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
-    server: Server, tmp_path: Path, body: dict[str, Any], status: int, complaint: str
+    server: Server, tmp_path: Path, more: Path, body: dict[str, Any], status: int, complaint: str
 ) -> None:
+    (more / "bare").mkdir()
+    (more / "bare" / "adapter_config.json").write_text("{}")
     answer = await server.http.post(LOAD, json=body)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert complaint in error["message"]
     assert str(tmp_path) not in error["message"]
+    assert error["param"] in ("lora_name", "lora_path", "is_3d_lora_weight")
     assert await names(server) == [BASE, "pirate", "sql"]
     assert server.engine.submissions == []
 
@@ -230,9 +234,14 @@ async def test_unloading_lets_what_runs_finish_and_refuses_what_comes(
 
 
 async def test_a_name_that_is_not_there_cannot_be_unloaded(server: Server) -> None:
-    for name in ("nope", BASE, "../sql", "sql/"):
+    for name in ("nope", "../sql", "sql/"):
         answer = await unload(server, name)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert answer.json()["error"]["param"] == "lora_name"
+    answer = await unload(server, BASE)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
+    assert "is the base model's name" in answer.json()["error"]["message"]
+    assert (await server.complete(model="nope")).json()["error"]["param"] == "model"
     await load(server, "new", "tuned")
     assert (await unload(server, "new")).status_code == 200
     assert (await unload(server, "new")).status_code == 404
