@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from punica_core.engine.graphs import GraphKey, GraphSizes, StepGraphs
 from punica_core.engine.step_batch import BatchSizes, StepBatch, StepPacker, exact_sizes, split_rows
 from punica_core.engine.step_inputs import LogitsRange, samples_token, scored_prompt_tokens
 from punica_core.engine.transfers import Mark, upload
-from punica_core.lora.table_step import TableLoRA, has_adapters
+from punica_core.lora.table_step import LoRAOrder, TableLoRA
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
 from punica_core.protocol import TokenLogprobs
@@ -105,10 +104,10 @@ class DeviceRunner:
         """Compute the plan's rows and wait for them."""
         return self.launch(plan).result() if plan.rows else StepResult()
 
-    def warm_up(self, num_rows: int, with_lora: bool) -> None:
+    def warm_up(self, num_rows: int, order: LoRAOrder) -> None:
         """Run a step of `num_rows` padding rows of one sequence, as a prompt would be run: compiles what it needs."""
         with torch.inference_mode():
-            self._run(self._packer.pack_padding(num_rows), with_lora)
+            self._run(self._packer.pack_padding(num_rows), order)
 
     def capture(
         self, sizes: GraphSizes, logits: Tensor, on_progress: Callable[[float], None] = lambda share: None
@@ -118,16 +117,14 @@ class DeviceRunner:
         The KV cache, the tables and the arena must be those that will serve. on_progress: told the share that is done.
         """
         graphs = StepGraphs(sizes, logits)
-        families = (True, False) if self._lora is not None else (False,)
         steps = sizes.steps()
         with torch.inference_mode():
             for done, step in enumerate(steps):
                 on_progress(done / len(steps))
                 batch = self._packer.pack((), (), {}, step, in_graph=True)
-                for cut, with_lora in itertools.product(sizes.cuts(step), families):
-                    self._begin(batch, cut)
-                    run = functools.partial(self._forward, batch, with_lora=with_lora)
-                    self._capture(graphs, GraphKey(step, with_lora, cut), run)
+                for key in sizes.keys(step, lora=self._lora is not None):
+                    self._begin(batch, key.cut)
+                    self._capture(graphs, key, functools.partial(self._forward, batch, key.order))
         self.graphs = graphs
 
     def _capture(self, graphs: StepGraphs, key: GraphKey, run: Callable[[], Tensor]) -> None:
@@ -137,7 +134,7 @@ class DeviceRunner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if not key.with_lora or self._lora is None or not self._lora.beside:
+            if key.order is LoRAOrder.NONE or self._lora is None or not self._lora.beside:
                 raise
             logger.warning("shrink does not run beside the base product, as capturing that failed: %s", error)
             self._lora.beside = False
@@ -150,12 +147,12 @@ class DeviceRunner:
         captured = None if with_vocabulary else self._captured_sizes(decode, prompts)
         sizes = exact_sizes(decode, prompts) if captured is None else captured
         batch = self._packer.pack(decode, prompts, self._sampled_at, sizes, in_graph=captured is not None)
-        with_lora = self._lora is not None and has_adapters(batch.row_slots)
+        order = LoRAOrder.NONE if self._lora is None else self._lora.order(batch.row_slots)
         if captured is None or self.graphs is None:
-            return batch, self._run(batch, with_lora, with_vocabulary)
+            return batch, self._run(batch, order, with_vocabulary)
         cut = False not in self.graphs.sizes.cuts(captured) or self._attention.wants_cut(batch.attention)
         self._begin(batch, cut)
-        return batch, self.graphs.replay(GraphKey(captured, with_lora, cut))
+        return batch, self.graphs.replay(GraphKey(captured, order, cut))
 
     def _captured_sizes(self, decode: Sequence[RowPlan], prompts: Sequence[RowPlan]) -> BatchSizes | None:
         """The captured step that these rows can be padded to, if there is one."""
@@ -164,11 +161,11 @@ class DeviceRunner:
             return None
         return self.graphs.sizes.fit(len(decode), sum(row.count for row in prompts), len(prompts))
 
-    def _run(self, batch: StepBatch, with_lora: bool, with_vocabulary: bool = False) -> Tensor:
+    def _run(self, batch: StepBatch, order: LoRAOrder, with_vocabulary: bool = False) -> Tensor:
         self._begin(batch, self._attention.wants_cut(batch.attention))
         if with_vocabulary and self._vocabulary is not None:
             self._vocabulary.begin(batch.row_slots, batch.logit_slots())
-        return self._forward(batch, with_lora=with_lora, with_vocabulary=with_vocabulary)
+        return self._forward(batch, order, with_vocabulary=with_vocabulary)
 
     def _begin(self, batch: StepBatch, cut: bool) -> None:
         self._attention.begin(batch.attention, cut)

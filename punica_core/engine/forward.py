@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from punica_core.engine.step_batch import StepBatch
-from punica_core.lora.table_step import TableLoRA
+from punica_core.lora.table_step import LoRAOrder, TableLoRA
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import OpAttention, index_layers
 from punica_core.model.blocks import fuse_blocks
@@ -44,16 +44,17 @@ class ModelForward:
         if compiled:
             compile_layers(loaded.model)
 
-    def __call__(self, batch: StepBatch, *, with_lora: bool, with_vocabulary: bool = False) -> Tensor:
+    def __call__(self, batch: StepBatch, order: LoRAOrder, *, with_vocabulary: bool = False) -> Tensor:
         """Logits [n, V] of the batch's `logit_rows`, in the model's dtype. The attention and LoRA of it were begun.
 
+        order: in which layers compute what adapters add.
         with_vocabulary: adapters of the step change embedding or head.
         """
-        assert self._lora is not None or not with_lora, (
-            "the step has adapters and there is nothing to compute them with"
-        )
-        loaded = self._loaded
-        loaded.lora.table_step = self._lora if with_lora else None
+        loaded, lora = self._loaded, self._lora
+        if order is not LoRAOrder.NONE:
+            assert lora is not None, "the step has adapters and there is nothing to compute them with"
+            lora.ahead = order is LoRAOrder.AHEAD
+            loaded.lora.table_step = lora
         loaded.embedding_lora.step = loaded.head_lora.table_step = self._vocabulary if with_vocabulary else None
         try:
             output = loaded.model(

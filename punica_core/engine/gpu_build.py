@@ -28,7 +28,7 @@ from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
 from punica_core.lora.table_modules import TableModules
-from punica_core.lora.table_step import TableLoRA, bind_tables
+from punica_core.lora.table_step import TableLoRA, bind_tables, lora_orders
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -97,7 +97,7 @@ def build_gpu_parts(
         weights=loaded.base_bytes,
         activations=activations + builder.mask_bytes,
         workspace=device_memory.held_bytes(device) - loaded.base_bytes + builder.later_bytes,
-        graphs=graph_bytes(sizes.num_graphs * (2 if config.lora else 1), loaded.kv_shape.num_layers),
+        graphs=graph_bytes(sizes.num_graphs(lora=config.lora), loaded.kv_shape.num_layers),
         block_bytes=kv_bytes_per_block(loaded) + builder.gathered_block_bytes,
         max_model_len=loaded.max_model_len,
     )
@@ -231,8 +231,9 @@ class _Builder:
         runner = self._runner(lora, padding_block=0)
 
         def run() -> None:
-            for with_lora in (False, True) if lora is not None else (False,):
-                runner.warm_up(self._config.max_num_batched_tokens, with_lora)
+            rows = self._config.max_num_batched_tokens
+            for order in lora_orders(rows, lora=lora is not None):
+                runner.warm_up(rows, order)
 
         run()  # what compiling takes is no part of a step
         return device_memory.peak_bytes(loaded.device, run)

@@ -1,8 +1,8 @@
 """CUDA graphs of steps: of decode steps, and of steps with a few short prompts beside decoding sequences.
 
 Launching a step kernel by kernel takes the host longer than a short step takes the GPU. There is a graph for each of a
-few sizes, to which steps are padded; with and without adapters; and with the contexts of decoding sequences in pieces
-and whole.
+few sizes, to which steps are padded; without adapters and with them, in one order or two; and with the contexts of
+decoding sequences in pieces and whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from punica_core.engine.step_batch import MIN_ROWS, BatchSizes
+from punica_core.lora.table_step import LoRAOrder, lora_orders
 from punica_core.scheduler.pacing import StepSizes
 
 MAX_GRAPH_SEQS = 256
@@ -49,10 +50,9 @@ class GraphSizes:
         prompt_rows = tuple(rows for rows in PROMPT_ROWS if rows <= max_num_batched_tokens)
         return cls(decode, (0, *sorted(quarters)), prompt_rows, whole_mixed)
 
-    @property
-    def num_graphs(self) -> int:
-        """Without adapters; with them there are as many again."""
-        return sum(len(self.cuts(step)) for step in self.steps())
+    def num_graphs(self, *, lora: bool) -> int:
+        """Of all steps. lora: there may be adapters."""
+        return sum(len(self.keys(step, lora=lora)) for step in self.steps())
 
     @property
     def largest(self) -> BatchSizes:
@@ -71,6 +71,11 @@ class GraphSizes:
         """How a step is captured: with the contexts of its decode rows in pieces (True), and whole (False)."""
         has_whole = step.num_decode > 0 and (self.whole_mixed or step.num_prompts == 0)
         return (True, False) if has_whole else (True,)
+
+    def keys(self, step: BatchSizes, *, lora: bool) -> list[GraphKey]:
+        """The graphs of a step. lora: there may be adapters."""
+        orders = lora_orders(step.num_rows, lora=lora)
+        return [GraphKey(step, order, cut) for cut in self.cuts(step) for order in orders]
 
     def step_sizes(self) -> StepSizes:
         """The same for who plans steps."""
@@ -101,10 +106,10 @@ def _first_at_least(ascending: Sequence[int], value: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """sizes: of the step. with_lora: with the adapters' kernels. cut: attention works on pieces of contexts."""
+    """sizes: of the step. order: of the adapters' kernels. cut: attention works on pieces of contexts."""
 
     sizes: BatchSizes
-    with_lora: bool
+    order: LoRAOrder
     cut: bool
 
 

@@ -38,7 +38,7 @@ from punica_core.lora.gpu_loads import Denials, GpuLoad
 from punica_core.lora.landing import LANDING_BYTES, LandingMemory
 from punica_core.lora.segments import Int32Array
 from punica_core.lora.table_modules import TableModules, largest_rank
-from punica_core.lora.tables import AdapterTables, Arena, shape_of
+from punica_core.lora.tables import AdapterTables, Arena, is_affine, shape_of
 from punica_core.lora.vocabulary_step import SlotVocabulary, slot_vocabulary
 from punica_core.ops.layout import ROW_ALIGNMENT
 from punica_core.protocol import AdapterLoad, AdapterRef
@@ -274,6 +274,7 @@ class GpuAdapterTier:
             slot = resident.slot
             runs = self._runs[slot]
             self.tables.slot_rank[slot] = largest_rank(modules)
+            self.tables.slot_affine[slot] = is_affine(modules.values())
             vocabulary = slot_vocabulary(self._modules, layout, runs, self.arena)
             if vocabulary is not None:
                 self.vocabulary[slot] = vocabulary
@@ -359,7 +360,7 @@ class GpuAdapterTier:
         """Give back the ranges of residents that are gone; the records of their slots are read by nobody."""
         for resident in gone:
             self.arena.free.give_runs(self._runs.pop(resident.slot))
-            self.tables.slot_rank[resident.slot] = 0
+            self.tables.slot_rank[resident.slot], self.tables.slot_affine[resident.slot] = 0, False
             self.vocabulary.pop(resident.slot, None)
 
     def _settle(self, ref: AdapterRef, resident: Resident) -> None:

@@ -41,14 +41,14 @@ class StepLoRA(Protocol):
 class TableStep(Protocol):
     """What the adapters of one step add, read from tables on the device; may be compiled and captured.
 
-    table: the group's, int64 [slices, N, RECORD_WORDS]; out_features: of its slices; x: [T, I].
+    table: the group's, int64 [slices, N, RECORD_WORDS]; out_features: of its slices; x: [T, I]; weight: [ΣO, I];
+    bias: [ΣO] or None.
     """
 
-    def shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor) -> Tensor | None:
-        """Begin, before the base product, which may run beside it; returns what `expand` needs."""
-
-    def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
-        """Complete what `shrink` of the same x began, as `StepLoRA.add`. y: [T, ΣO], in place."""
+    def product(
+        self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """x · Wᵀ + b, and for rows with adapters what `StepLoRA.add` adds, in whatever order. → [T, ΣO]."""
 
 
 class StepEmbedding(Protocol):
@@ -165,9 +165,7 @@ class LoRALinear(nn.Module):  # type: ignore[misc]
         table_step, table = self.context.table_step, self.table
         # All that differs between layers of one shape is a tensor: compiled code serves them all.
         if table_step is not None and table is not None:
-            shrunk = table_step.shrink(table, self._out_features, x)
-            y = linear(x, self.weight, self.bias)
-            table_step.expand(table, self._out_features, x, shrunk, y)
+            y = table_step.product(table, self._out_features, x, self.weight, self.bias)
         else:
             y = self.product(x, self.weight, self.bias)
         step = self.context.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -10,17 +11,40 @@ from torch import Tensor, nn
 
 from punica_core import ops
 from punica_core.lora.layers import LoRALinear
+from punica_core.lora.linear import linear
 from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
+from punica_core.ops.plan import MAX_DECODE_ROWS
+
+
+class LoRAOrder(Enum):
+    """In which order a step computes its base products and what its adapters add."""
+
+    NONE = auto()
+    """No row has an adapter: the base products alone."""
+    BESIDE = auto()
+    """Shrink; the base product, beside it in captured graphs; expand adds to it."""
+    AHEAD = auto()
+    """Shrink and expand; the base product is added to what they wrote, which saves reading and writing it once more."""
+
+
+def lora_orders(num_rows: int, *, lora: bool = True) -> tuple[LoRAOrder, ...]:
+    """The orders that steps of `num_rows` rows are computed in, padding counted. lora: there may be adapters."""
+    if not lora:
+        return (LoRAOrder.NONE,)
+    if num_rows <= MAX_DECODE_ROWS:
+        return (LoRAOrder.BESIDE, LoRAOrder.NONE)
+    return (LoRAOrder.AHEAD, LoRAOrder.BESIDE, LoRAOrder.NONE)
 
 
 class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
-    runs beside shrink; may be turned off before they are captured.
+    runs beside shrink; may be turned off before they are captured. ahead: the next step is in `LoRAOrder.AHEAD`, as
+    far as layers without a bias go; set by who runs it.
     """
 
     def __init__(
@@ -36,7 +60,9 @@ class TableLoRA:
         self._max_rank = row_pitch(max_rank)
         self._arena = arena.buffer
         self._slot_rank = tables.slot_rank
+        self._slot_affine = tables.slot_affine
         self.beside = beside
+        self.ahead = False
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
 
@@ -55,24 +81,57 @@ class TableLoRA:
         """Bytes of the plan on the device."""
         return int(self._plan.nbytes)
 
+    def order(self, row_slots: Int32Array) -> LoRAOrder:
+        """Of a step given by the slot of each row, int32 [T], -1 without adapter.
+
+        A gain multiplies the base product too, so it must be there before; that decides for the whole step.
+        """
+        used = row_slots[row_slots >= 0]
+        if not len(used):
+            return LoRAOrder.NONE
+        if len(row_slots) <= MAX_DECODE_ROWS or np.any(self._slot_affine[used]):
+            return LoRAOrder.BESIDE
+        return LoRAOrder.AHEAD
+
     def begin(self, row_slots: Int32Array) -> None:
         """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
         self._segments.set_rows(row_slots, self._slot_rank)
 
-    def shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor) -> Tensor:
-        """See `TableStep.shrink`; T is the number of rows of the step begun last."""
+    def product(
+        self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """See `TableStep.product`; T is the number of rows of the step begun last."""
+        if self.ahead and bias is None:
+            y = x.new_empty(x.size(0), weight.size(0))
+            v = self._shrink(table, out_features, x, beside=False)
+            self._expand(table, out_features, x, v, y, overwrite=True)
+            ops.add_product(y, x, weight)
+        else:
+            v = self._shrink(table, out_features, x, beside=self.beside)
+            y = linear(x, weight, bias)
+            self._expand(table, out_features, x, v, y, kept=x if self.beside else None)
+        return y
+
+    def _shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor, *, beside: bool) -> Tensor:
         # Compiled and captured code gives every layer the same memory for v.
         elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
         v = torch.empty(elements, dtype=torch.float32, device=x.device)
-        ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, beside=self.beside)
+        ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, beside=beside)
         return v
 
-    def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
-        """See `TableStep.expand`."""
-        assert shrunk is not None, "shrink came before"
+    def _expand(
+        self,
+        table: Tensor,
+        out_features: Sequence[int],
+        x: Tensor,
+        v: Tensor,
+        y: Tensor,
+        *,
+        kept: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> None:
         tables = (self._arena, table, self._plan)
-        kept = x if self.beside else None
-        ops.lora_expand(y, shrunk, *tables, out_features, x.size(1), self._max_rank, x=kept)
+        ops.lora_expand(y, v, *tables, out_features, x.size(1), self._max_rank, x=kept, overwrite=overwrite)
 
 
 def bind_tables(model: nn.Module, modules: TableModules, tables: AdapterTables) -> None:
@@ -81,8 +140,3 @@ def bind_tables(model: nn.Module, modules: TableModules, tables: AdapterTables) 
         if isinstance(layer, LoRALinear):
             first = modules.first_of(layer.group)
             layer.table = None if first is None else tables.group(first, len(layer.group.paths))
-
-
-def has_adapters(row_slots: Int32Array) -> bool:
-    """Whether any row uses an adapter."""
-    return bool(np.any(row_slots >= 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,11 @@ def shape_of(weights: ModuleWeights) -> ModuleShape:
     )
 
 
+def is_affine(modules: Iterable[ModuleWeights]) -> bool:
+    """Whether any of them changes what it is added to (a row gain) or adds what no row can change (a bias)."""
+    return any(weights.row_gain is not None or weights.bias is not None for weights in modules)
+
+
 def num_module_elements(weights: ModuleWeights) -> int:
     """Arena elements that ``weights`` take."""
     return lay_out({0: shape_of(weights)}).num_elements
@@ -87,12 +92,16 @@ class AdapterTables:
     ``records`` is int64 ``[modules, N, RECORD_WORDS]`` on the device; the modules of a fused group are adjacent, so
     ``group(first, count)`` is the table of an op. In memory the records of a slot lie together: a slot is written by
     one copy, and those that a step reads fill few pages, however many slots there are.
+
+    Of each slot the host knows ``slot_rank``, int32 ``[N]``, the largest lora_rank of its adapter, and ``slot_affine``,
+    bool ``[N]``, whether any of its records has a gain or bias.
     """
 
     def __init__(self, num_modules: int, num_slots: int, *, device: torch.device | str = "cpu") -> None:
         by_slot = torch.zeros(num_slots, num_modules, RECORD_WORDS, dtype=torch.int64, device=device)
         self.records = by_slot.transpose(0, 1)
         self.slot_rank: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.slot_affine: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._ranges: dict[int, Run] = {}
 
     def group(self, first_module: int, num_slices: int) -> Tensor:
@@ -120,13 +129,14 @@ class AdapterTables:
                 _store(arena.buffer[runs[0].start + part.start :], part, matrix)
         self.records[:, slot].copy_(rows)
         self.slot_rank[slot] = max((weights.a.size(0) for weights in modules.values()), default=0)
+        self.slot_affine[slot] = is_affine(modules.values())
 
     def clear(self, slot: int, arena: Arena) -> None:
         """Empty a slot and give its range of the arena back. No step that reads the slot may be queued."""
         run = self._ranges.pop(slot)
         arena.release(run.start, run.length)
         self.records[:, slot].zero_()
-        self.slot_rank[slot] = 0
+        self.slot_rank[slot], self.slot_affine[slot] = 0, False
 
 
 def matrices(weights: ModuleWeights) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from punica_core import ops
 from punica_core.lora.arena_layout import AdapterLayout, Run, address_of
+from punica_core.lora.linear import linear
 from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.table_modules import TableModules, VocabularyRecord
 from punica_core.lora.table_step import TableLoRA
@@ -129,11 +130,11 @@ class VocabularyStep:
             if vocabulary.embedding_rows is not None:
                 _put_rows(token_ids[rows], y[rows], vocabulary.embedding_rows)
 
-    def shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor) -> None:
-        """Nothing: `expand` does all."""
-
-    def expand(self, table: Tensor, out_features: Sequence[int], x: Tensor, shrunk: Tensor | None, y: Tensor) -> None:
-        """See `TableStep.expand`; rows whose adapter has a head of its own get that one's product."""
+    def product(
+        self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """See `TableStep.product`; rows whose adapter has a head of its own get that one's product."""
+        y = linear(x, weight, bias)
         plan = self._logit_plan.plan
         if VocabularyRecord.HEAD_MATRIX in self._logits.records:
             ops.segment_gemm(y, x, self._arena, self._matrix_table, plan)
@@ -145,6 +146,7 @@ class VocabularyStep:
             elements = scratch_elements(x.size(0), 1, self._max_rank)
             v = torch.empty(elements, dtype=torch.float32, device=x.device)
             ops.lora_apply(y, x, v, self._arena, table, plan, out_features, self._max_rank)
+        return y
 
     def _segments(self, slots: Int32Array) -> _Segments:
         bounds = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)]

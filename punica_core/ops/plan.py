@@ -29,7 +29,7 @@ _MIDDLE_ROWS = 16
 _TALL_ROWS = 64
 _SHORT_SEGMENT = 32
 """Rows of the longest segment that is cut into short tiles."""
-_MAX_DECODE_ROWS = 256
+MAX_DECODE_ROWS = 256
 """Steps of more rows take the kernels for prompts; lora_expand counts on tiles of at most 16 rows in others."""
 
 _LIBRARY = torch.library.Library("punica", "FRAGMENT")
@@ -92,7 +92,7 @@ class _Runs:
 
 def _heights(lengths: Int32Array, step_rows: int) -> Int32Array:
     """Rows of the tiles of each segment."""
-    long = _MIDDLE_ROWS if step_rows <= _MAX_DECODE_ROWS else _TALL_ROWS
+    long = _MIDDLE_ROWS if step_rows <= MAX_DECODE_ROWS else _TALL_ROWS
     return np.where(lengths <= _SHORT_SEGMENT, _SHORT_ROWS, long).astype(np.int32)
 
 

@@ -16,9 +16,10 @@ from punica_core.lora.weights import load_adapter
 from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.peft_adapters import adapter_ref, linear_shapes, save_peft_adapter, tiny_llama
 
-SIZES = GraphSizes(decode=(2, 4), mixed=(), prompt_rows=())
-NUM_GRAPHS = 8
-"""Two sizes, with and without pieces of contexts, with and without adapters."""
+SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384))
+NUM_GRAPHS = 8 + 2 * (2 + 3)
+"""Two decode sizes, with and without pieces of contexts, with and without adapters; two of 64 prompt rows, with and
+without adapters; and two of 384, where those with adapters come in two orders."""
 
 
 class Captures:
@@ -47,13 +48,13 @@ def driven(tmp_path: Path) -> DrivenDeviceRunner:
 
 def capture(driven: DrivenDeviceRunner, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_runner, "StepGraphs", captures)
-    driven.runner.capture(SIZES, torch.empty(4, driven.loaded.vocab_size))
+    driven.runner.capture(SIZES, torch.empty(SIZES.largest.num_logits, driven.loaded.vocab_size))
 
 
 def test_all_is_captured_beside_the_product(driven, monkeypatch) -> None:
     captures = Captures([])
     capture(driven, captures, monkeypatch)
-    assert len(set(captures.done)) == NUM_GRAPHS
+    assert len(set(captures.done)) == NUM_GRAPHS == SIZES.num_graphs(lora=True)
     assert driven.lora.beside
 
 

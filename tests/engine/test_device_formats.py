@@ -146,7 +146,7 @@ def test_the_hooks_are_taken_off_after_a_step_that_fails(root: Path, monkeypatch
         raise RuntimeError("an illegal access")
 
     with monkeypatch.context() as patch:
-        patch.setattr(VocabularyStep, "expand", fail)
+        patch.setattr(VocabularyStep, "product", fail)
         with pytest.raises(RuntimeError, match="illegal access"):
             driven.step([driven.sequence(PROMPT, 0)])
     contexts = (driven.loaded.head_lora.table_step, driven.loaded.embedding_lora.step, driven.loaded.lora.table_step)

@@ -12,6 +12,7 @@ import torch
 from punica_core.engine import device_runner
 from punica_core.engine.graphs import GraphSizes, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes, exact_sizes, split_rows
+from punica_core.lora.table_step import LoRAOrder
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.scheduler.pacing import StepSizes
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan, StepPlan, StepResult
@@ -169,7 +170,7 @@ def test_padding_between_and_behind_the_rows_changes_nothing(
             driven.attention.inner.begin(batch.attention)
             assert driven.lora is not None
             driven.lora.begin(batch.row_slots)
-            logits.append(driven.forward(batch, with_lora=True)[[part.first for part in batch.logits]])
+            logits.append(driven.forward(batch, LoRAOrder.BESIDE)[[part.first for part in batch.logits]])
     torch.testing.assert_close(logits[0], logits[1], **TOLERANCE)
     assert not torch.allclose(logits[0], logits[1].flip(0), **TOLERANCE)
 
@@ -232,6 +233,6 @@ def test_an_empty_plan_yields_nothing() -> None:
 
 def test_warming_up_writes_nothing(weights: dict[int, AdapterWeights]) -> None:
     driven = DrivenDeviceRunner(tiny_llama(), weights)
-    driven.runner.warm_up(64, with_lora=True)
-    driven.runner.warm_up(64, with_lora=False)
+    for order in LoRAOrder:
+        driven.runner.warm_up(64, order)
     assert bool(driven.kv_cache.isnan().all())

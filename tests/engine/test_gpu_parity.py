@@ -25,6 +25,7 @@ from transformers import (
 
 from punica_core.engine.graphs import GraphKey, GraphSizes, StepGraphs, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes
+from punica_core.lora.table_step import LoRAOrder
 from punica_core.lora.weights import AdapterWeights, load_adapter
 from punica_core.ops import cuda
 from punica_core.scheduler.plan import BASE_SLOT, StepPlan
@@ -151,12 +152,13 @@ def test_the_wrong_adapter_is_far_from_the_reference(folders: Callable[[str], li
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("with_lora", [True, False])
+@pytest.mark.parametrize("order", [LoRAOrder.BESIDE, LoRAOrder.NONE], ids=str)
 def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
-    with_lora: bool, cut: bool, folders: Callable[[str], list[Path]]
+    order: LoRAOrder, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:
     adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
     driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graphs=GRAPHS)
+    with_lora = order is not LoRAOrder.NONE
     slots = (0, 0, 1, 2, BASE_SLOT, BASE_SLOT) if with_lora else (BASE_SLOT,) * 6
     sequences = [driven.sequence(random_prompt(9 + 20 * i, 512), slot) for i, slot in enumerate(slots)]
     driven.generate(sequences, new_tokens=2)
@@ -167,9 +169,10 @@ def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
         driven.attention.inner.begin(batch.attention, cut)
         assert driven.lora is not None
         driven.lora.begin(batch.row_slots)
-        eager = driven.forward(batch, with_lora=with_lora)[:6].clone()
-        replayed = [driven.runner.graphs.replay(GraphKey(EIGHT, with_lora, cut))[:6].clone() for _ in range(2)]
-        other_family = driven.runner.graphs.replay(GraphKey(EIGHT, not with_lora, cut))[:6].clone()
+        eager = driven.forward(batch, order)[:6].clone()
+        replayed = [driven.runner.graphs.replay(GraphKey(EIGHT, order, cut))[:6].clone() for _ in range(2)]
+        other = LoRAOrder.NONE if with_lora else LoRAOrder.BESIDE
+        other_family = driven.runner.graphs.replay(GraphKey(EIGHT, other, cut))[:6].clone()
     assert torch.equal(replayed[0], eager)
     assert torch.equal(replayed[0], replayed[1])
     assert torch.equal(other_family, eager) != with_lora
@@ -208,12 +211,13 @@ def test_pending_rows_on_the_gpu_take_the_tokens_of_the_step_before(folders: Cal
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("with_lora", [True, False])
+@pytest.mark.parametrize("order", LoRAOrder, ids=str)
 def test_a_captured_step_with_prompts_gives_what_its_code_gives_eagerly(
-    with_lora: bool, cut: bool, folders: Callable[[str], list[Path]]
+    order: LoRAOrder, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:
     adapters = adapters_of("llama", folders("llama"), torch.bfloat16)
     driven = DrivenDeviceRunner(build("llama").to("cuda", torch.bfloat16), adapters, flashinfer=True, graphs=GRAPHS)
+    with_lora = order is not LoRAOrder.NONE
     slots = (0, 1, BASE_SLOT, 2, 1) if with_lora else (BASE_SLOT,) * 5
     sequences = [driven.sequence(random_prompt(9 + 20 * i, 512), slot) for i, slot in enumerate(slots)]
     driven.generate(sequences[:3], new_tokens=2)
@@ -228,12 +232,11 @@ def test_a_captured_step_with_prompts_gives_what_its_code_gives_eagerly(
         assert driven.lora is not None
         driven.lora.begin(batch.row_slots)
         wanted = [part.first for part in batch.logits]
-        eager = driven.forward(batch, with_lora=with_lora)[wanted].clone()
-        replayed = driven.runner.graphs.replay(GraphKey(step, with_lora, cut))[wanted].clone()
-        other_family = driven.runner.graphs.replay(GraphKey(step, not with_lora, cut))[wanted].clone()
+        eager = driven.forward(batch, order)[wanted].clone()
+        replayed = {each: driven.runner.graphs.replay(GraphKey(step, each, cut))[wanted].clone() for each in LoRAOrder}
     assert len(wanted) == 5
-    assert torch.equal(replayed, eager)
-    assert torch.equal(other_family, eager) != with_lora
+    assert torch.equal(replayed[order], eager)
+    assert all(torch.equal(replayed[each], eager) != with_lora for each in LoRAOrder if each is not order)
 
 
 def beside_prompts(driven: DrivenDeviceRunner, longest: int) -> torch.Tensor:
@@ -264,7 +267,7 @@ def test_decode_rows_beside_prompts_are_as_right_as_flashinfers(
         )
         for each in options
     )
-    assert keys[-1] == GraphKey(mixed_sizes(8, 64), True, cut), "five of eight decode rows are padding"
+    assert keys[-1] == GraphKey(mixed_sizes(8, 64), LoRAOrder.BESIDE, cut), "five of eight decode rows are padding"
     assert relative_error(ours, reference) <= 2 * relative_error(theirs, reference)
     for row in range(5):
         wrong = ours.clone()
@@ -282,7 +285,7 @@ def test_contexts_in_pieces_and_whole_give_alike_logits(folders: Callable[[str],
         with torch.inference_mode():
             batch = driven.packer.pack([driven.row(s, 1) for s in sequences], (), {}, EIGHT, in_graph=True)
             driven.attention.inner.begin(batch.attention, cut)
-            logits[cut] = driven.runner.graphs.replay(GraphKey(EIGHT, False, cut))[:4].float().clone()
+            logits[cut] = driven.runner.graphs.replay(GraphKey(EIGHT, LoRAOrder.NONE, cut))[:4].float().clone()
     torch.testing.assert_close(logits[True], logits[False], rtol=0.05, atol=0.05)
     assert not torch.equal(logits[True][0], logits[True][1])
 

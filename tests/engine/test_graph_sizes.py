@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from punica_core.engine.graphs import MAX_PROMPTS, GraphSizes, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes
+from punica_core.lora.table_step import LoRAOrder
 from punica_core.scheduler.plan import StepWork
 
 SIZES = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512)
@@ -64,7 +67,20 @@ def test_decode_rows_are_captured_both_ways_beside_prompts_only_if_asked(whole_m
     assert sizes.cuts(mixed_sizes(0, 64)) == (True,), "no decode rows, no contexts of theirs"
     beside = sum(1 for step in sizes.steps() if step.num_decode and step.num_prompts)
     assert beside == 4 * 6
-    assert sizes.num_graphs == 2 * len(sizes.decode) + 5 * 6 + (beside if whole_mixed else 0)
+    assert sizes.num_graphs(lora=False) == 2 * len(sizes.decode) + 5 * 6 + (beside if whole_mixed else 0)
+
+
+@pytest.mark.parametrize("whole_mixed", [False, True])
+def test_there_is_a_graph_of_every_order_that_a_step_may_need(whole_mixed: bool) -> None:
+    sizes = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=whole_mixed)
+    keys = {step: sizes.keys(step, lora=True) for step in sizes.steps()}
+    for step, each in keys.items():
+        orders = {*LoRAOrder} if step.num_rows > 256 else {LoRAOrder.BESIDE, LoRAOrder.NONE}
+        assert {(key.order, key.cut) for key in each} == set(itertools.product(orders, sizes.cuts(step)))
+        assert all(key.sizes == step for key in each)
+        assert [key.order for key in sizes.keys(step, lora=False)] == [LoRAOrder.NONE] * len(sizes.cuts(step))
+    assert {len({key.order for key in each}) for each in keys.values()} == {2, 3}
+    assert sizes.num_graphs(lora=True) == len({key for each in keys.values() for key in each})
 
 
 def test_without_graphs_nothing_fits() -> None:

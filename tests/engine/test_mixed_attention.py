@@ -16,6 +16,7 @@ from punica_core import ops
 from punica_core.engine import device_runner
 from punica_core.engine.graphs import GraphKey, GraphSizes, mixed_sizes
 from punica_core.engine.step_batch import BatchSizes
+from punica_core.lora.table_step import LoRAOrder
 from punica_core.model import flashinfer
 from punica_core.scheduler.sequence import Sequence as Running
 from tests.support.driven_device_runner import DrivenDeviceRunner
@@ -138,7 +139,7 @@ def test_a_captured_step_attends_its_decode_rows_by_the_kernel_for_their_lengths
     captured: Any = driven.runner.graphs
     assert {key.cut for key in captured.runs if key.sizes == mixed_sizes(8, 64)} == {True, not graphs.whole_mixed}
     found = mixed_step(driven)
-    assert captured.replayed[-1] == GraphKey(mixed_sizes(8, 64), with_lora=False, cut=cut)
+    assert captured.replayed[-1] == GraphKey(mixed_sizes(8, 64), LoRAOrder.NONE, cut)
     assert own == ([] if cut else [8])
     assert module.attended == [(64, False), *([(8, False)] if cut else []), (64, False)]
     torch.testing.assert_close(found, expected, **TOLERANCE)

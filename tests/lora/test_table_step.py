@@ -1,7 +1,8 @@
-"""Shrink before the base product and expand behind it: in that order, on unchanged inputs, eager and compiled."""
+"""Adapters beside the base product and ahead of it: in that order, on unchanged inputs, eager and compiled."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from punica_core import ops
 from punica_core.lora.layers import LinearGroup, LoRAContext, LoRALinear
 from punica_core.lora.linear import has_onednn
-from punica_core.lora.table_step import TableLoRA
+from punica_core.lora.table_step import LoRAOrder, TableLoRA, lora_orders
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
 
 ROW_SLOTS = np.array([0] * 5 + [1] * 7 + [-1], np.int32)
@@ -118,6 +121,73 @@ def test_a_step_without_adapters_runs_the_products_alone(mlp: Mlp, x: Tensor) ->
     assert torch.equal(base[12], adapted[12])
 
 
+def test_ahead_products_are_added_to_what_expand_wrote(mlp: Mlp, x: Tensor) -> None:
+    mlp.context.table_step = mlp.lora
+    with torch.inference_mode():
+        beside = mlp(x)
+        mlp.lora.ahead = True
+        with Recorder() as recorder:
+            ahead = mlp(x)
+        mlp.context.table_step = None
+        base = mlp(x)
+    if mlp.down.bias is not None:
+        assert torch.equal(ahead, beside), "a layer with a bias has one order"
+        return
+    names = [name for name, _, _ in recorder.calls if name.startswith("punica")]
+    assert names == ["punica::lora_shrink", "punica::lora_expand", "punica::add_product"] * 2
+    assert all(options["overwrite"] for name, _, options in recorder.calls if name == "punica::lora_expand")
+    assert not any(options.get("beside") for _, _, options in recorder.calls)
+    torch.testing.assert_close(ahead.double(), mlp.expected(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ahead[12], base[12], rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_in_the_memory_before_would_show(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = Mlp(bias=False)
+
+    def forgetful(y: Tensor, *arguments: Any, overwrite: bool, **options: Any) -> None:
+        assert overwrite
+        torch.ops.punica.lora_expand(y.fill_(1.0), *arguments, **options)
+
+    mlp.context.table_step, mlp.lora.ahead = mlp.lora, True
+    monkeypatch.setattr(ops, "lora_expand", forgetful)
+    with torch.inference_mode():
+        wrong = (mlp(x).double() - mlp.expected(x)).abs().amax(-1)
+    assert bool((wrong > 0.1).all()), "of rows with adapters and without"
+
+
+MANY = 257
+"""Rows of the shortest step that is computed ahead."""
+
+
+@pytest.mark.parametrize(
+    ("row_slots", "order"),
+    [
+        ([-1] * MANY, LoRAOrder.NONE),
+        ([0] * (MANY - 1), LoRAOrder.BESIDE),
+        ([0] * MANY, LoRAOrder.AHEAD),
+        ([-1] * (MANY - 1) + [1], LoRAOrder.AHEAD),
+        ([0] * MANY + [2], LoRAOrder.BESIDE),
+    ],
+    ids=["base", "few rows", "one adapter", "one row of one", "one row of one with a gain"],
+)
+def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAOrder) -> None:
+    arena, tables = Arena(1 << 12, dtype=torch.float32), AdapterTables(1, 3)
+    plain = ModuleWeights(torch.randn(4, HIDDEN), torch.randn(WIDE, 4), 1.0)
+    for slot, gain in enumerate((None, None, torch.ones(WIDE))):
+        tables.write(slot, {0: dataclasses.replace(plain, row_gain=gain)}, arena)
+    lora = TableLoRA(tables, arena, max_rows=2 * MANY, max_rank=8)
+    assert lora.order(np.array(row_slots, np.int32)) is order
+    assert order in lora_orders(len(row_slots))
+    tables.clear(2, arena)
+    tables.write(2, {0: plain}, arena)
+    expected = LoRAOrder.AHEAD if 2 in row_slots else order
+    assert lora.order(np.array(row_slots, np.int32)) is expected, "the slot has another adapter"
+
+
+def test_a_step_without_lora_has_one_order() -> None:
+    assert lora_orders(MANY, lora=False) == lora_orders(1, lora=False) == (LoRAOrder.NONE,)
+
+
 def test_it_can_be_turned_off(mlp: Mlp, x: Tensor) -> None:
     mlp.context.table_step = mlp.lora
     with torch.inference_mode():
@@ -130,6 +200,41 @@ def test_it_can_be_turned_off(mlp: Mlp, x: Tensor) -> None:
 
 
 CALL = re.compile(r"^        (?:torch\.ops\.)?(punica\.\w+|extern_kernels\.\w+|cpp_fused\w*)[.(]", re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
+    torch._dynamo.reset()
+    mlp = Mlp(bias=False)
+    mlp.context.table_step, mlp.lora.ahead = mlp.lora, True
+    with torch.inference_mode():
+        want = mlp(x)
+        got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    body = code[0][code[0].index("def call(") : code[0].index("runner = ")]
+    calls = [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
+    assert calls == ["punica.lora_shrink", "punica.lora_expand", "punica.add_product"] * 2
+    between = [part.split("punica.add_product")[0] for part in body.split("punica.lora_shrink.default")[1:]]
+    assert len(between) == 2
+    assert not any("cpp_fused" in part for part in between)
+    assert "clone" not in body
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_each_order_is_compiled_once(x: Tensor) -> None:
+    torch._dynamo.reset()
+    mlp, counter = Mlp(bias=False), CompileCounter()
+    compiled = torch.compile(mlp, backend=counter, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for num_rows in (13, 7, 60):
+            mlp.lora.begin(np.zeros(num_rows, np.int32))
+            for ahead in (True, False, None):
+                mlp.context.table_step = None if ahead is None else mlp.lora
+                mlp.lora.ahead = bool(ahead)
+                compiled(x[:1].repeat(num_rows, 1))
+    assert counter.frame_count == len(LoRAOrder)
 
 
 @pytest.mark.slow

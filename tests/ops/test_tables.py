@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -63,6 +65,17 @@ def test_a_slot_knows_its_largest_rank_until_it_is_cleared() -> None:
     assert tables.slot_rank.tolist() == [0, 0, 0]
     assert arena.num_free == 4096
     assert not tables.records.any()
+
+
+@pytest.mark.parametrize("part", ["row_gain", "bias"])
+def test_a_slot_knows_of_any_gain_or_bias_until_it_is_cleared(part: str) -> None:
+    arena, tables = Arena(4096, dtype=torch.float32), AdapterTables(2, 3)
+    changed = dataclasses.replace(weights(4), row_gain=None, bias=None)
+    tables.write(1, {0: changed, 1: dataclasses.replace(changed, **{part: torch.ones(12)})}, arena)
+    tables.write(2, {0: changed, 1: changed}, arena)
+    assert tables.slot_affine.tolist() == [False, True, False]
+    tables.clear(1, arena)
+    assert not tables.slot_affine.any()
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing() -> None:

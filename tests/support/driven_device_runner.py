@@ -19,7 +19,7 @@ from punica_core.lora.arena_layout import Run, lay_out
 from punica_core.lora.arena_writer import ArenaWriter
 from punica_core.lora.table_modules import TableModules, largest_rank
 from punica_core.lora.table_step import TableLoRA, bind_tables
-from punica_core.lora.tables import AdapterTables, Arena, shape_of
+from punica_core.lora.tables import AdapterTables, Arena, is_affine, shape_of
 from punica_core.lora.vocabulary_step import VocabularyStep, slot_vocabulary
 from punica_core.lora.weights import AdapterWeights
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -133,6 +133,7 @@ def table_lora(loaded: LoadedModel, adapters: Mapping[int, AdapterWeights]) -> t
         runs = (Run(0, layout.num_elements, arena.allocate(layout.num_elements)),)
         writer.write(slot, arranged[slot], layout, runs)
         tables.slot_rank[slot] = largest_rank(arranged[slot])
+        tables.slot_affine[slot] = is_affine(arranged[slot].values())
         found = slot_vocabulary(modules, layout, runs, arena)
         if found is not None:
             vocabulary[slot] = found

@@ -145,6 +145,8 @@ def assert_stored(tier: GpuAdapterTier, slot: int, weights: AdapterWeights) -> N
             assert (found is None) == (expected is None), (path, part)
             assert expected is None or torch.equal(found, expected), (path, part)
     assert tier.slot_rank[slot] == max(ranks)
+    has_extras = any(m.row_gain is not None or m.bias is not None for m in weights.modules.values())
+    assert tier.tables.slot_affine[slot] == has_extras
 
 
 def settle(tier: GpuAdapterTier, ref: AdapterRef) -> AdapterGrant | PunicaError | SkipReason:

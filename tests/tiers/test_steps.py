@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from punica_core.lora.linear import linear
 from punica_core.lora.table_step import TableLoRA
 from tests.support.memory_adapters import (
     GROUPS,
@@ -48,10 +49,10 @@ def test_every_step_adds_what_its_adapters_say(make_tier: MakeTier, adapters: Me
             table = tier.tables.group(first, len(group.paths))
             first += len(group.paths)
             x = torch.randn(NUM_ROWS, group.in_features, generator=generator).to(dtype)
-            y = torch.randn(NUM_ROWS, sum(group.out_features), generator=generator).to(dtype)
-            out = y.to(device, copy=True)
-            rows = x.to(device)
-            lora.expand(table, group.out_features, rows, lora.shrink(table, group.out_features, rows), out)
+            weight = torch.randn(sum(group.out_features), group.in_features, generator=generator).to(dtype)
+            rows, weight = x.to(device), weight.to(device)
+            out = lora.product(table, group.out_features, rows, weight, None)
+            y = linear(rows, weight, None).cpu()
             expected = y.double()
             for rows, ref in ((slice(0, 3), used[0]), (slice(3, 6), used[1])):
                 start = 0

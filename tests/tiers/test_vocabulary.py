@@ -151,9 +151,9 @@ class Trial:
 
     def logits(self, adapters: list[AdapterWeights]) -> tuple[Tensor, Tensor, Tensor]:
         """The same of logits, for the step begun last."""
-        before = linear(self.x, self.head, HEAD_BIAS.to(self.x.dtype))
-        found = before.to(self.device, copy=True)
-        self.step.expand(self.head_table, HEAD.out_features, self.x.to(self.device), None, found)
+        x, weight, bias = (part.to(self.device) for part in (self.x, self.head, HEAD_BIAS.to(self.x.dtype)))
+        found = self.step.product(self.head_table, HEAD.out_features, x, weight, bias)
+        before = linear(x, weight, bias).cpu()
         right = before.double()
         segments = [Segment(1, 2, exact(adapters[0])), Segment(2, 4, exact(adapters[1]))]
         plain = self.plain.head_step(segments)
