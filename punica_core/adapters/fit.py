@@ -186,18 +186,31 @@ def _fit_saved(fit: AdapterFit, manifest: AdapterManifest) -> None:
     for path, entry in manifest.saved.items():
         target = next((name for name in _spellings(shapes, path) if name in wanted), None)
         if target is None:
-            hint = " of a sequence classifier" if path.rpartition(".")[2] in ("score", "classifier") else ""
-            names = samples(wanted) if wanted else "none of this base model"
-            raise AdapterUnsupported(
-                f"the tensor {shorten(entry.name)!r} is not served: a fully trained weight{hint} (modules_to_save). "
-                f"Fully trained modules may be {names}; train without it, or use LoRA for it."
-            )
+            raise _unsupported_saved(shapes, path, entry, wanted)
         _check_vocabulary(entry, wanted[target])
         fit.saved[target] = entry
         in_place = not any(path.endswith(name) for name in manifest.settings.modules_to_save)
         if shapes.tied and in_place:  # PEFT loads it into the one matrix that both share
             for other in wanted.keys() - {target}:
                 fit.saved.setdefault(other, entry)
+
+
+def _unsupported_saved(
+    shapes: ModelShapes, path: str, entry: TensorEntry, wanted: Collection[str]
+) -> AdapterUnsupported:
+    """LoRA is for linears only; what else was trained (a norm) can be had without it, or in a base of its own."""
+    is_classifier = path.rpartition(".")[2] in ("score", "classifier")
+    hint = " of a sequence classifier" if is_classifier else ""
+    if next(_places(shapes, path, 0), None) is not None:
+        advice = "train without it, or use LoRA for it"
+    elif is_classifier:
+        advice = "train it for text generation"
+    else:
+        advice = "train without it, or merge the adapter into the base model (merge_and_unload) and serve that"
+    return AdapterUnsupported(
+        f"the tensor {shorten(entry.name)!r} is not served: a fully trained weight{hint} (modules_to_save). "
+        f"Fully trained modules may be {samples(wanted) if wanted else 'none of this base model'}; {advice}."
+    )
 
 
 def _fit_embedding(fit: AdapterFit, manifest: AdapterManifest) -> None:
@@ -223,7 +236,8 @@ def _fit_biases(fit: AdapterFit, manifest: AdapterManifest) -> None:
         if not places:
             raise AdapterUnsupported(
                 f"the bias {shorten(entry.name)!r} is not served: trained biases of linear layers are, such as "
-                f"{samples(sorted(shapes.biased)) if shapes.biased else 'none in this base model'}."
+                f"{samples(sorted(shapes.biased)) if shapes.biased else 'none in this base model'}. Train with bias "
+                "'lora_only' or 'none', or merge the adapter into the base model (merge_and_unload) and serve that."
             )
         bare = [target for target, _ in places if target not in shapes.biased]
         if bare:

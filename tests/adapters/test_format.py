@@ -187,13 +187,14 @@ STRAY_TENSORS: dict[str, tuple[str, type[AdapterError], tuple[int, ...]]] = {
     "model.layers.0.self_attn.q_proj.bias": ("bias is 'none'", AdapterInvalid, (64,)),
     "model.embed_tokens.lora_embedding_A": ("lack their other half", AdapterInvalid, (8, 512)),
     "model.embed_tokens.token_adapter.trainable_tokens_delta": ("does not say which tokens", AdapterInvalid, (2, 64)),
-    "model.layers.0.mlp.gate_proj.weight": ("modules_to_save", AdapterUnsupported, (176, 64)),
-    "model.norm.weight": ("modules_to_save", AdapterUnsupported, (64,)),
+    "model.layers.0.mlp.gate_proj.weight": ("train without it, or use LoRA for it.", AdapterUnsupported, (176, 64)),
+    "model.norm.weight": ("train without it, or merge the adapter into the base", AdapterUnsupported, (64,)),
+    "layers.0.input_layernorm.weight": ("train without it, or merge the adapter", AdapterUnsupported, (64,)),
     "model.layers.9.mlp.up_proj.base_layer.weight": ("weight of the base model", AdapterUnsupported, (176, 64)),
     "lm_head.weight": ("the vocabulary was resized", AdapterMismatch, (520, 64)),
     "lm_head.base_layer.weight": ("the vocabulary was resized", AdapterMismatch, (520, 64)),
     "model.embed_tokens.weight": ("it is of another base model", AdapterMismatch, (512, 128)),
-    "score.weight": ("sequence classifier", AdapterUnsupported, (2, 64)),
+    "score.weight": ("sequence classifier (modules_to_save).", AdapterUnsupported, (2, 64)),
     "something.else": ("unknown tensor", AdapterUnsupported, (1,)),
     "model.layers.0.self_attn.q_proj.lora_E": ("AdaLoRA", AdapterUnsupported, (8, 1)),
     "model.layers.0.self_attn.q_proj.hada_w1_a": ("LoHa", AdapterUnsupported, (8, 8)),
@@ -211,6 +212,7 @@ def test_a_tensor_that_has_no_place_is_refused_by_name(
     assert isinstance(error, kind), error
     assert words in error.message
     assert name in error.message
+    assert ("use LoRA for it" in error.message) is ("use LoRA for it" in words)
 
 
 def test_tensors_of_two_adapters_in_one_file_are_refused(adapter: Path, shapes: ModelShapes) -> None:
