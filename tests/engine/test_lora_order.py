@@ -60,12 +60,20 @@ def device(request: pytest.FixtureRequest) -> str:
 class Trial:
     """One step of `prompts`, (slot, tokens) each: fp32 on the CPU, bf16 on a GPU. The base's are the first."""
 
-    def __init__(self, name: str, folders: list[Path], device: str, prompts: tuple[tuple[int, int], ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folders: list[Path],
+        device: str,
+        prompts: tuple[tuple[int, int], ...],
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         loaded = DrivenRunner(build(name).to(self.dtype)).loaded
         adapters = {slot: load_for(loaded, folder) for slot, folder in enumerate(folders)}
         base = build(name).to(device, self.dtype)
-        self.driven = DrivenDeviceRunner(base, adapters, flashinfer=device == "cuda")
+        self.driven = DrivenDeviceRunner(base, adapters, flashinfer=device == "cuda", compiled=compiled)
         self.name, self.folders, self.device = name, folders, device
         self.prompts = [(slot, random_prompt(length, 512, seed=i)) for i, (slot, length) in enumerate(prompts)]
         self.rows = [self.driven.row(self.driven.sequence(ids, slot), 1000) for slot, ids in self.prompts]
@@ -145,6 +153,23 @@ def test_the_runner_chooses_the_order_of_each_step(
     prompts: tuple[tuple[int, int], ...], order: LoRAOrder, device: str, folders: Callable[[str], list[Path]]
 ) -> None:
     assert launched(Trial("llama", folders("llama"), device, prompts)) == [order]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_what_was_warmed_up_is_not_compiled_again(device: str, folders: Callable[[str], list[Path]]) -> None:
+    torch._dynamo.reset()
+    trial = Trial("llama", folders("llama"), device, PROMPTS, compiled=True)
+    *warm, left_out = LoRAOrder.NONE, LoRAOrder.AHEAD, LoRAOrder.BESIDE
+    for order in warm:
+        trial.driven.runner.warm_up(512, order)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for order in warm:
+            trial.driven.runner.warm_up(300, order)
+            trial.logits(order)
+        with pytest.raises(RuntimeError, match="recompile"):
+            trial.driven.runner.warm_up(300, left_out)
+    trial.check(trial.logits(LoRAOrder.AHEAD))
 
 
 def launched(trial: Trial) -> list[LoRAOrder]:
