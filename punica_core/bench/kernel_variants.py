@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from punica_core.bench.lora_cases import LLAMA_8B, Group, GroupCase, Step, floor_us, time_graph_us
-from punica_core.bench.model_case import EngineMemory, ModelCase, capture, replay_ms
+from punica_core.bench.model_case import EngineMemory, ModelCase, WrongResult, capture, replay_ms
 from punica_core.ops import reference
 
 Times = dict[str, float]
@@ -42,10 +42,6 @@ _MEMORIES: Final = (
 )
 _TOLERANCE: Final = 0.03
 """Of max(1, the largest output): both sides round y once and the low-rank row once, in different places."""
-
-
-class WrongResult(RuntimeError):
-    """A build computes something else than the reference."""
 
 
 def _check_steps() -> Iterator[tuple[Group, Step]]:
@@ -194,14 +190,16 @@ def measure_engine() -> Times:
 
 
 def measure_prefill() -> Times:
-    """Percent that LoRA adds to the base products of two layers."""
+    """Percent that LoRA adds to the base products of two layers, behind them and ahead of them."""
     out: Times = {}
     for num_rows in (1024, 4096):
         for segments in (1, 16):
             for rank in (16, 64):
                 case = ModelCase(Step((num_rows // segments,) * segments, (rank,) * segments), num_layers=2)
-                base, chained = replay_ms([capture(case.base), capture(case.chained)], replays=15)
-                out[f"prompt {num_rows} / {segments} r{rank}"] = 100 * (chained - base) / base
+                case.check_ahead()
+                base, *orders = replay_ms([capture(run) for run in (case.base, case.chained, case.ahead)], replays=15)
+                for name, ms in zip(("prompt", "ahead"), orders, strict=True):
+                    out[f"{name} {num_rows} / {segments} r{rank}"] = 100 * (ms - base) / base
     return out
 
 

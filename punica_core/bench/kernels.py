@@ -125,16 +125,18 @@ def measure_model() -> list[dict[str, Any]]:
 
 
 def measure_prefill() -> list[dict[str, Any]]:
-    """Share that LoRA adds to the base products of two layers, prompts of equal length."""
+    """Share that LoRA adds to the base products of two layers, behind them and ahead; prompts of equal length."""
     rows = []
     for num_rows in (1024, 2048, 4096, 8192):
         for segments in (1, 4, 16):
             for rank in (16, 64):
                 step = Step((num_rows // segments,) * segments, (rank,) * segments)
                 case = ModelCase(step, num_layers=2)
-                base, chained = replay_ms([capture(case.base), capture(case.chained)])
+                case.check_ahead()
+                base, chained, ahead = replay_ms([capture(run) for run in (case.base, case.chained, case.ahead)])
                 row: dict[str, Any] = {"rows": num_rows, "segments": segments, "rank": rank}
                 row |= {"base_ms": round(base / 2, 3), "added_percent": round(100 * (chained - base) / base, 1)}
+                row["ahead_added_percent"] = round(100 * (ahead - base) / base, 1)
                 rows.append(row)
                 _line(row)
     return rows

@@ -28,6 +28,12 @@ from punica_core.ops.layout import Header, row_pitch, scratch_elements
 
 ENGINE_SLOTS: Final = 4096
 ENGINE_RANK: Final = 256
+LARGE: Final = 64
+"""What A and B are multiplied with for a check: adapters add about as much as the base products then."""
+
+
+class WrongResult(RuntimeError):
+    """Kernels compute something else than they should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class ModelCase:
 
     memory: where adapters, tables and scratch lie; default back to back, group by group, for this step alone.
     ``forked`` runs shrink on a second stream beside the base product, ``beside`` in one chain through a programmatic
-    edge of the graph; otherwise one kernel runs after another.
+    edge of the graph; otherwise one kernel runs after another. All but ``ahead`` give the same bits.
     """
 
     def __init__(
@@ -175,6 +181,35 @@ class ModelCase:
                 self._product(layer, index)
                 self._expand(layer, index)
 
+    def ahead(self) -> None:
+        """Shrink, expand, and the base product, which adds to what expand wrote, one after another."""
+        for layer in range(self.num_layers):
+            for index in range(len(self.groups)):
+                self._shrink(layer, index)
+                self._expand(layer, index, overwrite=True)
+                ops.add_product(self.y[index], self.x[index], self.weights[layer][index])
+
+    def check_ahead(self) -> None:
+        """Compare ``ahead`` with ``chained`` on adapters that add much.
+
+        Raises:
+            WrongResult: a row differs by more than what rounding in other places explains.
+        """
+        self.arena.mul_(LARGE)
+        results = []
+        for run in (self.base, self.chained, self.ahead):
+            for y in self.y:
+                y.fill_(torch.nan)
+            run()
+            results.append([y.float() for y in self.y])
+        self.arena.div_(LARGE)
+        for group, base, want, got in zip(self.groups, *results, strict=True):
+            # Each rounds what it computes first and the sum: relative to the sizes of both, and of the sum twice.
+            sizes = base.norm(dim=-1) + (want - base).norm(dim=-1) + 2 * want.norm(dim=-1)
+            error = (got - want).norm(dim=-1) / sizes
+            if not bool((error <= torch.finfo(self.y[0].dtype).eps / 2).all()):
+                raise WrongResult(f"{group.name}: ahead is not chained, off by {float(error.max()):.2g} of the sizes")
+
     def _product(self, layer: int, index: int) -> None:
         torch.mm(self.x[index], self.weights[layer][index].t(), out=self.y[index])
 
@@ -182,12 +217,11 @@ class ModelCase:
         tables = (self.arena, self.tables[index][layer], self.plan.plan)
         ops.lora_shrink(self.v[index], self.x[index], *tables, self.max_rank, beside=beside)
 
-    def _expand(self, layer: int, index: int) -> None:
-        group = self.groups[index]
+    def _expand(self, layer: int, index: int, *, overwrite: bool = False) -> None:
+        group, x = self.groups[index], self.x[index]
         tables = (self.arena, self.tables[index][layer], self.plan.plan)
-        ops.lora_expand(
-            self.y[index], self.v[index], *tables, group.out_features, group.in_features, self.max_rank, x=self.x[index]
-        )
+        sizes = (group.out_features, group.in_features, self.max_rank)
+        ops.lora_expand(self.y[index], self.v[index], *tables, *sizes, x=x, overwrite=overwrite)
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from punica_core import ops
 from punica_core.bench.lora_cases import Group, Step
-from punica_core.bench.model_case import EngineMemory, ModelCase
+from punica_core.bench.model_case import EngineMemory, ModelCase, WrongResult
 
 GROUPS = (Group("qkv", 64, (32, 16, 16)), Group("down", 48, (64,)))
 STEP = Step((2, 1, 3), (16, 4, 8))
 MEMORIES = [EngineMemory(*flags) for flags in itertools.product((True, False), repeat=2)]
 
 
-def case_of(memory: EngineMemory | None, step: Step = STEP) -> ModelCase:
+def case_of(memory: EngineMemory | None, step: Step = STEP, dtype: torch.dtype = torch.float32) -> ModelCase:
     torch.manual_seed(0)
-    return ModelCase(step, num_layers=2, groups=GROUPS, dtype=torch.float32, device="cpu", memory=memory)
+    return ModelCase(step, num_layers=2, groups=GROUPS, dtype=dtype, device="cpu", memory=memory)
 
 
 def added(case: ModelCase) -> list[Tensor]:
@@ -28,7 +31,7 @@ def added(case: ModelCase) -> list[Tensor]:
     return [y - before for y, before in zip(case.y, base, strict=True)]
 
 
-@pytest.mark.parametrize("order", ["chained", "early", "beside"])
+@pytest.mark.parametrize("order", ["chained", "early", "beside", "ahead"])
 @pytest.mark.parametrize("memory", [None, *MEMORIES], ids=str)
 def test_every_order_of_the_kernels_computes_the_same(memory: EngineMemory | None, order: str) -> None:
     case = case_of(memory)
@@ -39,6 +42,42 @@ def test_every_order_of_the_kernels_computes_the_same(memory: EngineMemory | Non
     getattr(case, order)()
     for y, before, expected in zip(case.y, base, want, strict=True):
         torch.testing.assert_close(y - before, expected)
+
+
+@pytest.mark.parametrize("memory", [None, EngineMemory()], ids=str)
+def test_ahead_rounds_in_other_places_and_no_more(memory: EngineMemory | None) -> None:
+    case = case_of(memory, dtype=torch.bfloat16)
+    arena = case.arena.clone()
+    case.check_ahead()
+    assert torch.equal(case.arena, arena), "what is timed has the usual weights"
+
+
+def expands_nothing(y: Tensor, *arguments: Any, **options: Any) -> None:
+    if not options["overwrite"]:
+        torch.ops.punica.lora_expand(y, *arguments, **options)
+    else:
+        y.zero_()
+
+
+def expands_one_row_less(y: Tensor, *arguments: Any, **options: Any) -> None:
+    torch.ops.punica.lora_expand(y, *arguments, **options)
+    if options["overwrite"]:
+        y[-1] = 0
+
+
+def adds_nothing(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [("lora_expand", expands_nothing), ("lora_expand", expands_one_row_less), ("add_product", adds_nothing)],
+)
+def test_a_wrong_order_is_found(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable[..., None]) -> None:
+    case = case_of(None, dtype=torch.bfloat16)
+    monkeypatch.setattr(ops, op, wrong)
+    with pytest.raises(WrongResult, match="ahead is not chained"):
+        case.check_ahead()
 
 
 def test_where_records_and_rows_lie_changes_nothing_and_another_adapter_does() -> None:
