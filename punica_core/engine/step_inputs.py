@@ -73,11 +73,17 @@ def build_inputs(plan: StepPlan, weights_of: Callable[[int], AdapterWeights], de
 
 
 def scored_prompt_tokens(row: RowPlan) -> list[int]:
-    """Prompt tokens whose log-probabilities this chunk's logits give: those at start + 1 and on, if asked for."""
+    """Prompt tokens whose log-probabilities this chunk's logits give, if asked for: those at start + 1 and on, without
+    any that were scored before a preemption."""
     if row.sequence.sampling.prompt_logprobs is None:
         return []
     end = min(row.start + row.count + 1, row.sequence.num_prompt)
-    return row.sequence.token_ids[row.start + 1 : end]
+    return row.sequence.token_ids[_first_scored(row) + 1 : end]
+
+
+def _first_scored(row: RowPlan) -> int:
+    # Steps in flight do not change it: what they score lies before the start of every row behind them.
+    return max(row.start, row.sequence.num_scored)
 
 
 def samples_token(row: RowPlan) -> bool:
@@ -88,5 +94,5 @@ def samples_token(row: RowPlan) -> bool:
 def wanted_logits(row: RowPlan) -> int:
     """How many of the row's last tokens need logits."""
     if scored_prompt_tokens(row):
-        return row.count
+        return row.start + row.count - _first_scored(row)
     return 1 if samples_token(row) else 0

@@ -10,7 +10,6 @@ from punica_core.protocol import (
     LogprobTable,
     NewSequence,
     SequenceOutput,
-    TokenLogprobs,
 )
 from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepResult
@@ -66,7 +65,7 @@ def token_output(sequence: Sequence, sampled: SampledToken, finish: FinishReason
         token_ids=token_ids,
         finish_reason=finish,
         logprobs=logprobs,
-        prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.wants_prompt_logprobs else None,
+        prompt_logprobs=sequence.take_prompt_logprobs() if is_first else None,
         stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
         cached_tokens=sequence.cached_tokens if is_first else 0,
         adapter_key=sequence.adapter_key if is_first else "",
@@ -78,7 +77,7 @@ def prompt_output(sequence: Sequence) -> SequenceOutput:
     return SequenceOutput(
         request_id=sequence.request_id,
         finish_reason=FinishReason.LENGTH,
-        prompt_logprobs=sequence.prompt_logprobs if sequence.wants_prompt_logprobs else None,
+        prompt_logprobs=sequence.take_prompt_logprobs(),
         cached_tokens=sequence.cached_tokens,
         adapter_key=sequence.adapter_key,
     )
@@ -92,19 +91,14 @@ def error_output(request_id: int, error: PunicaError) -> SequenceOutput:
 
 
 def advance(row: RowPlan, result: StepResult, cache: PrefixCache | None, block_size: int) -> None:
-    """The row's tokens are computed: publish full blocks, keep prompt logprobs not seen before."""
-    sequence, start = row.sequence, row.start
-    end = sequence.num_computed = start + row.count
+    """The row's tokens are computed: publish full blocks, keep prompt logprobs."""
+    sequence = row.sequence
+    end = sequence.num_computed = row.start + row.count
     chain = sequence.chain
     if chain is not None and end // block_size > chain.num_blocks:
         assert cache is not None
         cache.publish(chain, sequence.token_ids, end, sequence.block_table)
-    if sequence.wants_prompt_logprobs and start < sequence.num_prompt:
-        _keep_prompt_logprobs(sequence, start, result.prompt_logprobs.get(sequence.request_id, []))
-
-
-def _keep_prompt_logprobs(sequence: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
-    """Add what a row that starts at `start` scored: entry i belongs to position start + 1 + i. A sequence that was
-    preempted has some of them already."""
-    fresh = entries[len(sequence.prompt_logprobs) - start :]
-    sequence.prompt_logprobs.extend(LogprobTable.of(fresh))
+    entries = result.prompt_logprobs.get(sequence.request_id)
+    if entries:
+        sequence.prompt_logprobs.extend(LogprobTable.of(entries))
+        sequence.num_scored += len(entries)

@@ -138,8 +138,9 @@ class StepResult:
     """What executing a plan produced, by request_id.
 
     sampled: one entry for every row with `samples` (and max_tokens > 0).
-    prompt_logprobs: for rows whose sequence asked for them, entries for the prompt positions of this chunk: entry i
-    belongs to position start + 1 + i and exists while that position is inside the prompt.
+    prompt_logprobs: for rows whose sequence asked for them, entries for the prompt positions of this chunk that were
+    not scored before: entry i belongs to position max(start, num_scored) + 1 + i and exists while that position is
+    inside the prompt.
     failed: rows whose numbers are unusable (non-finite logits): message by request_id; they end with an error.
     """
 

@@ -296,7 +296,7 @@ class Scheduler:
         step.add(sequence, min(sequence.num_tokens - match.num_tokens, step.room_for(sequence)))
 
     def _reads_cache(self, sequence: Sequence) -> bool:
-        return self._prefix_cache is not None and not sequence.wants_prompt_logprobs
+        return self._prefix_cache is not None and not sequence.scores_prompt
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         if self._prefix_cache is None or not self._reads_cache(sequence):

@@ -36,6 +36,8 @@ class Sequence:
     in_flight: number of plans not yet updated that have a row of it; they use its blocks and its adapter, so these
     stay held until then even if it ends before.
     serial: place in the order of arrival; a lower one is older.
+    prompt_logprobs: what was scored and not sent yet. num_scored: how many of the prompt's tokens behind the first were
+    ever scored; what is computed again after a preemption is not scored again.
     admissions: how often it was started; more than once after a preemption.
     no_room_since: when its adapter was first found to have no room, while that lasts.
     chain: which of its blocks are published in the prefix cache.
@@ -52,6 +54,7 @@ class Sequence:
     grant: AdapterGrant | None = None
     cached_tokens: int = 0
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)
+    num_scored: int = 0
     serial: int = 0
     in_flight: int = 0
     admissions: int = 0
@@ -103,9 +106,20 @@ class Sequence:
         return not self.needs_known_tokens and self.goes_on
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.wants_prompt_logprobs and self.num_scored + 1 < self.num_prompt
+
+    @property
     def scores_next(self) -> bool:
-        """Whether the tokens to be computed next need logits each, for the logprobs of the prompt."""
-        return self.wants_prompt_logprobs and self.num_scheduled + 1 < self.num_prompt
+        """Whether the tokens to be computed next need logits each, for the logprobs of the prompt: all but the first
+        `num_scored_next`."""
+        return self.scores_prompt and self.num_scheduled + 1 < self.num_prompt
+
+    @property
+    def num_scored_next(self) -> int:
+        """How many of the tokens to be computed next had their logits before a preemption."""
+        return max(self.num_scored - self.num_scheduled, 0)
 
     @property
     def slot(self) -> int:
@@ -125,6 +139,11 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = self.num_scheduled = 0
         self.chain = None
+
+    def take_prompt_logprobs(self) -> LogprobTable | None:
+        """What is to be sent, which is not kept; None if it was not asked for."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, LogprobTable()
+        return taken if self.wants_prompt_logprobs else None
 
     def check(self, block_size: int) -> None:
         """Assert that it holds exactly what its status entitles it to."""

@@ -41,7 +41,7 @@ class StepBuilder:
         first that no step computes yet."""
         room = self.num_tokens_left
         if sequence.scores_next:
-            room = min(room, self._num_scored_left)
+            room = min(room, self._num_scored_left + sequence.num_scored_next)
         if self._pacer is not None and room:
             room = min(room, self._pacer.room(self.work, sequence.num_scheduled if start is None else start))
         return room
@@ -54,7 +54,7 @@ class StepBuilder:
         if count > 1:
             self._count_prompt(sequence, count, 1)
         if sequence.wants_prompt_logprobs and sequence.scores_next:
-            self._num_scored_left -= count
+            self._num_scored_left -= max(count - sequence.num_scored_next, 0)
 
     def drop(self, sequence: Sequence) -> None:
         """Take the sequence's row out, if it has one, and give its tokens back to the budget."""
@@ -63,7 +63,7 @@ class StepBuilder:
         if count > 1:
             self._count_prompt(sequence, count, -1)
         if sequence.scores_next:
-            self._num_scored_left += count
+            self._num_scored_left += max(count - sequence.num_scored_next, 0)
 
     def _count_prompt(self, sequence: Sequence, count: int, sign: int) -> None:
         """Count a row of a prompt (sign 1), or no longer (-1)."""

@@ -113,12 +113,16 @@ def test_a_row_that_overflows_fails_alone(weights: dict[int, AdapterWeights]) ->
     assert set(result.sampled) == {healthy.request_id}
 
 
-def test_prompts_are_scored_as_the_plain_runner_does(weights: dict[int, AdapterWeights]) -> None:
+@pytest.mark.parametrize("num_scored", [0, 3, 15])
+def test_prompts_are_scored_as_the_plain_runner_does(weights: dict[int, AdapterWeights], num_scored: int) -> None:
+    """num_scored: before a preemption."""
     found = []
     for driven in (DrivenRunner(tiny_llama(), weights), DrivenDeviceRunner(tiny_llama(), weights)):
         sequence = driven.sequence(random_prompt(20, VOCAB_SIZE), 0, prompt_logprobs=2)
-        entries = [driven.step([sequence], budget).prompt_logprobs[sequence.request_id] for budget in (8, 1, 20)]
-        found.append([(entry.token_id, entry.logprob) for part in entries for entry in part])
+        sequence.num_scored = num_scored
+        entries = [driven.step([sequence], budget).prompt_logprobs.get(sequence.request_id) for budget in (8, 1, 20)]
+        found.append([(entry.token_id, entry.logprob) for part in entries if part for entry in part])
+        assert len(found[-1]) == 19 - num_scored
     for (token_id, logprob), (right_id, right_logprob) in zip(*found, strict=True):
         assert token_id == right_id
         assert logprob == pytest.approx(right_logprob, rel=1e-4)

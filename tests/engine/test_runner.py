@@ -110,6 +110,23 @@ def test_prompt_logprobs_cover_each_prompt_position_but_the_first_once(weights: 
     assert [e.logprob for e in found] == pytest.approx([e.logprob for e in at_once], rel=1e-4)
 
 
+@pytest.mark.parametrize("num_scored", [1, 7, 8, 11, 18, 19])
+def test_what_was_scored_before_a_preemption_is_not_scored_again(
+    weights: dict[int, AdapterWeights], num_scored: int
+) -> None:
+    driven = DrivenRunner(tiny_llama(), weights)
+    prompt = random_prompt(20, VOCAB_SIZE)
+    whole, again = (driven.sequence(prompt, 0, prompt_logprobs=0) for _ in range(2))
+    at_once = driven.step([whole]).prompt_logprobs[whole.request_id]
+    again.num_scored = num_scored
+    found = []
+    for _ in range(3):
+        found += driven.step([again], budget=8).prompt_logprobs.get(again.request_id, [])
+    assert [entry.token_id for entry in found] == prompt[num_scored + 1 :]
+    assert [e.logprob for e in found] == pytest.approx([e.logprob for e in at_once[num_scored:]], rel=1e-4)
+    assert again.token_ids == whole.token_ids
+
+
 def test_a_request_for_no_tokens_is_scored_and_not_sampled() -> None:
     driven = DrivenRunner(tiny_llama())
     sequence = driven.sequence(random_prompt(6, VOCAB_SIZE), prompt_logprobs=0, max_tokens=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from punica_core.scheduler.plan import SkipReason
 from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
 
@@ -59,6 +61,22 @@ def test_prompt_logprobs_survive_a_preemption_in_mid_prefill_and_come_once() -> 
     reports = [output.prompt_logprobs for output in rig.outputs[1]]
     assert [report is not None for report in reports] == [True, False]
     assert [entry.token_id for entry in reports[0] or []] == new_sequence(1, prompt=16).prompt_ids[1:]
+    assert not any(len(row.sequence.prompt_logprobs) for row in rows), "what was sent is kept"
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_what_was_scored_is_computed_again_without_the_bound_on_scored_tokens(prompt_logprobs: int | None) -> None:
+    rig = make_rig(num_blocks=6, max_scored_tokens=4, max_num_seqs=2)
+    rig.add(new_sequence(0, prompt=8, max_tokens=12))
+    rig.add(new_sequence(1, prompt=8, max_tokens=12, prompt_logprobs=prompt_logprobs))
+    rig.run()
+    rows = [row for plan in rig.plans for row in plan.rows if row.sequence.request_id == 1]
+    again = max(index for index, row in enumerate(rows) if row.count > 1)
+    assert rig.scheduler.counters.preemptions == 1
+    assert [row.count for row in rows[:2]] == ([4, 4] if prompt_logprobs == 0 else [8, 1])
+    assert rows[again].start > 0, "its own blocks were not found in the cache"
+    assert rows[again].start + rows[again].count > 8
+    assert rig.tokens(1) == expected_tokens(new_sequence(1, prompt=8, max_tokens=12))
 
 
 def test_a_preempted_sequence_resumes_from_its_own_cached_blocks() -> None:

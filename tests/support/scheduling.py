@@ -116,7 +116,7 @@ class FakeModel:
                 stop = min(row.start + row.count, sequence.num_prompt - 1)
                 result.prompt_logprobs[sequence.request_id] = [
                     TokenLogprobs(token_id=sequence.token_ids[position + 1], logprob=-1.0)
-                    for position in range(row.start, stop)
+                    for position in range(max(row.start, sequence.num_scored), stop)
                 ]
             if row.samples and sequence.sampling.max_tokens > 0:
                 last = self.memory[self._place(row, row.start + row.count - 1)]
