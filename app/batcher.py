@@ -85,11 +85,12 @@ class Batcher:
         eager: bool = True,
         arrived_at: float | None = None,
         on_end: Callable[[int], None] = lambda generated_tokens: None,
+        keep_logprobs: Callable[[int], bool] = lambda count: True,
     ) -> Flight:
         """Admit a request's sequences, all or none; they leave with all others of this turn of the loop.
 
         on_end: called once when the last of them has given its seat back, for whatever reason, with the number of
-        tokens that were generated for them.
+        tokens that were generated for them. keep_logprobs: see `Flight`.
         Raises QueueFull, Draining, whatever check_ready raises, or InvalidRequest for what would never be admitted.
         """
         if self._draining:
@@ -97,7 +98,16 @@ class Batcher:
         self._check_ready()
         self._seats.check(tenant, len(requests), sum(len(request.prompt_ids) for request in requests))
         started = self._clock() if arrived_at is None else arrived_at
-        flight = Flight(self.cancel, metrics, adapter, on_end, tenant=tenant, eager=eager, arrived_at=started)
+        flight = Flight(
+            self.cancel,
+            metrics,
+            adapter,
+            on_end,
+            tenant=tenant,
+            eager=eager,
+            arrived_at=started,
+            keep_logprobs=keep_logprobs,
+        )
         flight.seats = len(requests)
         if adapter is not None:
             self._users[adapter.path] += len(requests)
@@ -117,16 +127,16 @@ class Batcher:
         self._plan_flush()
         return flight
 
-    def cancel(self, sequence: SequenceStream) -> None:
+    def cancel(self, sequence: SequenceStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence: at once if it has not left yet, else by asking the engine, whose terminal output frees the
-        seat. Does nothing for one that has ended."""
+        seat. Does nothing for one that has ended. reason: for the reader."""
         if self._live.get(sequence.request_id) is not sequence:
             return
         if self._outbox.pop(sequence.request_id, None) is not None:
             self._remove(sequence.request_id)
-            sequence.end(FinishReason.CANCELLED)
+            sequence.end(reason)
         elif sequence.finish_reason is None:
-            sequence.finish_reason = FinishReason.CANCELLED  # for the reader; the seat stays taken
+            sequence.finish_reason = reason  # the seat stays taken
             self._cancelled.append(sequence.request_id)
             self._plan_flush()
 

@@ -89,7 +89,7 @@ class SequenceStream:
 
     def cancel(self) -> None:
         """Nobody reads this sequence any more: end it if it has not ended."""
-        self.flight.cancel(self)
+        self.flight.cancel(self, FinishReason.CANCELLED)
 
     def accept(self, output: SequenceOutput, now: float) -> None:
         """Take what a step produced for the sequence."""
@@ -99,10 +99,13 @@ class SequenceStream:
             self.token_ids += output.token_ids
         self.cached_tokens = self.cached_tokens or output.cached_tokens
         self.adapter_key = self.adapter_key or output.adapter_key
+        has_room = True
         if output.logprobs:
             self.logprobs.extend(output.logprobs)
+            has_room = self.flight.keep_logprobs(output.logprobs.num_values)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+            has_room = self.flight.keep_logprobs(output.prompt_logprobs.num_values) and has_room
         if output.finish_reason is not None:
             self.stop_token_id = output.stop_token_id
             error = None
@@ -111,6 +114,9 @@ class SequenceStream:
                 if isinstance(error, AdapterError):
                     error.param = "model"  # the worker knows no fields of requests
             self.end(output.finish_reason, error)
+        elif not has_room:
+            self.flight.cancel(self, FinishReason.LENGTH)
+            self._announce()
         elif self.flight.eager:
             self._announce()
         if self.on_arrival is not None and self.on_arrival():
@@ -142,7 +148,8 @@ class SequenceStream:
 class Flight:
     """The sequences of one client request, from admission to their ends. One reader awaits `changed` in a loop.
 
-    cancel: ends one of them. on_end: told when the last has given its seat back, with the tokens generated for all.
+    cancel: ends one of them. on_end: told when the last has given its seat back, with the tokens generated
+    for all. keep_logprobs: asked whether so many more may be kept; a sequence for which they may not is over.
     eager: wake the reader for every output (streams), not only when a sequence has ended.
     """
 
@@ -156,6 +163,7 @@ class Flight:
         "cancel",
         "eager",
         "generated_tokens",
+        "keep_logprobs",
         "metrics",
         "seats",
         "sequences",
@@ -164,7 +172,7 @@ class Flight:
 
     def __init__(
         self,
-        cancel: Callable[[SequenceStream], None],
+        cancel: Callable[[SequenceStream, FinishReason], None],
         metrics: ModelMetrics,
         adapter: AdapterRef | None,
         on_end: Callable[[int], None],
@@ -172,8 +180,10 @@ class Flight:
         tenant: str = "",
         eager: bool,
         arrived_at: float,
+        keep_logprobs: Callable[[int], bool] = lambda count: True,
     ) -> None:
         self.cancel = cancel
+        self.keep_logprobs = keep_logprobs
         self._on_end = on_end
         self.seats = 0
         self.metrics = metrics
@@ -220,7 +230,7 @@ class Flight:
     def close(self) -> None:
         """Cancel whatever has not ended. Idempotent; called when the reader is done, for whatever reason."""
         for sequence in self.sequences:
-            self.cancel(sequence)
+            self.cancel(sequence, FinishReason.CANCELLED)
 
     def leave(self) -> None:
         """One sequence gave its seat back."""

@@ -19,6 +19,8 @@ from punica_core.protocol import MAX_LOGPROBS, SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MESSAGE_COST = 64
+RESERVED_TOKENS = 1024
+"""Tokens of an open answer whose logprobs are reserved; those of more are had while there is room for them."""
 
 ResultT = TypeVar("ResultT")
 
@@ -37,17 +39,26 @@ class Job:
 
     choices: how many of a prompt's n sequences are given back, the likeliest of them if fewer. A prompt whose logprobs
     are asked for is scored by its first sequence, and in streams, which must not wait for that, by each.
+    is_open: nobody said how long the answer may be.
     """
 
     prompts: list[Prompt]
     n: int
     choices: int
     requests: list[SequenceRequest]
+    is_open: bool = False
 
     @property
     def num_logprobs(self) -> int:
-        """Logprobs that the engine may send for it, alternatives included."""
-        return sum(request.sampling.num_logprobs(len(request.prompt_ids)) for request in self.requests)
+        """Logprobs that the engine may send for it, alternatives included; of an open answer those of its beginning,
+        since few are as long as they may be."""
+        return sum(self._num_logprobs(request) for request in self.requests)
+
+    def _num_logprobs(self, request: SequenceRequest) -> int:
+        sampling = request.sampling
+        if self.is_open and sampling.max_tokens > RESERVED_TOKENS:
+            sampling = msgspec.structs.replace(sampling, max_tokens=RESERVED_TOKENS)
+        return sampling.num_logprobs(len(request.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,8 @@ async def chat_job(
     limit = _output_limit(len(ids), body.output_limit, max_model_len, default=default, prompt_field="messages")
     scores.check_room(limit, room, n)
     sampling = _sampling(body, tokenizer.vocab_size, limit, scores)
-    return _job([Prompt(ids)], [sampling], n, n, score_all=False)
+    is_open = body.output_limit is None
+    return _job([Prompt(ids)], [sampling], n, n, score_all=False, is_open=is_open)
 
 
 async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:
@@ -271,13 +283,21 @@ def _logit_bias(body: GenerationRequest, vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def _job(prompts: list[Prompt], samplings: list[SamplingParams], n: int, choices: int, *, score_all: bool) -> Job:
+def _job(
+    prompts: list[Prompt],
+    samplings: list[SamplingParams],
+    n: int,
+    choices: int,
+    *,
+    score_all: bool,
+    is_open: bool = False,
+) -> Job:
     requests = [
         SequenceRequest(prompt.ids, _of_choice(sampling, choice, scored=score_all or choice == 0))
         for prompt, sampling in zip(prompts, samplings, strict=True)
         for choice in range(n)
     ]
-    return Job(prompts, n, choices, requests)
+    return Job(prompts, n, choices, requests, is_open)
 
 
 def _of_choice(sampling: SamplingParams, choice: int, *, scored: bool) -> SamplingParams:

@@ -199,6 +199,11 @@ class LogprobTable(msgspec.Struct, array_like=True, gc=False):
     def __len__(self) -> int:
         return len(self.token_ids) // (_VALUE_BYTES * self.width)
 
+    @property
+    def num_values(self) -> int:
+        """Logprobs of all tokens, alternatives included."""
+        return len(self.token_ids) // _VALUE_BYTES
+
     def __iter__(self) -> Iterator[TokenLogprobs]:
         form = _forms(self.width)
         for ids, values in zip(form[0].iter_unpack(self.token_ids), form[1].iter_unpack(self.values), strict=True):

@@ -136,6 +136,7 @@ class Admission:
                 eager=bool(body.stream),
                 arrived_at=self._arrived_at,
                 on_end=lambda generated_tokens: lease.end(prompt_tokens, generated_tokens),
+                keep_logprobs=self._logprobs.spend,
             )
         except BaseException:
             lease.end(0, 0)

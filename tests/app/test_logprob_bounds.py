@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app import generation
+from app.budget import Budget
 from tests.app.conftest import MakeServer, Server, events
 
 
@@ -124,3 +125,59 @@ async def test_a_prompt_is_scored_once_for_all_its_choices(server: Server) -> No
     assert sorted(choice["index"] for choice in echoed) == [0, 1]
     scored_only = await server.complete(prompt="hello", n=2, echo=True, logprobs=1, max_tokens=0)
     assert [len(choice["logprobs"]["tokens"]) for choice in scored_only.json()["choices"]] == [5, 5]
+
+
+@pytest.mark.parametrize(("capacity", "num_tokens"), [(40, 21), (90, 30)])
+@pytest.mark.parametrize("options", [{}, {"stop": ["never"]}, {"stream": True}], ids=str)
+async def test_an_answer_of_open_length_is_given_logprobs_while_there_is_room(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, capacity: int, num_tokens: int, options: dict[str, Any]
+) -> None:
+    """Two logprobs a token. The token that finds no room is the last; beside it somebody has reserved 12."""
+    monkeypatch.setattr(generation, "RESERVED_TOKENS", 4)
+    async with make_server(auto=False, reply=lambda sequence: [97] * min(sequence.sampling.max_tokens, 29)) as server:
+        server.service.logprobs.capacity = capacity + 12
+        bounded = asyncio.create_task(server.complete(logprobs=1, max_tokens=6))
+        chat = asyncio.create_task(server.chat(max_tokens=None, logprobs=True, top_logprobs=1, **options))
+        while len(server.engine.running) < 2:
+            await asyncio.sleep(0)
+        assert server.service.logprobs.used == 12 + 8
+        for step in range(30):
+            if step == 6:
+                assert len((await bounded).json()["choices"][0]["logprobs"]["tokens"]) == 6
+                held = server.service.logprobs.take(12)
+            server.engine.step()
+            await asyncio.sleep(0)
+            assert server.service.logprobs.used <= capacity + 12
+        answer = await chat
+        assert held is not None
+        held.end()
+        assert server.service.logprobs.used == 0
+        assert len(server.engine.cancelled) == (num_tokens == 21)
+        if "stream" in options:
+            choices = [event["choices"][0] for event in events(answer) if event["choices"]]
+            content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        else:
+            choices = answer.json()["choices"]
+            content = choices[-1]["logprobs"]["content"]
+        assert choices[-1]["finish_reason"] == ("length" if num_tokens == 21 else "stop")
+        assert len(content) == (num_tokens if num_tokens == 21 else 29)
+
+
+def test_a_share_grows_with_what_is_spent_and_gives_all_of_it_back() -> None:
+    budget = Budget(10)
+    share, other = budget.take(4), budget.take(3)
+    assert share is not None
+    assert other is not None
+    assert share.spend(4)
+    assert budget.used == 7
+    assert share.spend(3)
+    assert budget.used == 10
+    assert not share.spend(1)
+    assert other.spend(3), "what was reserved is there"
+    other.end()
+    assert share.spend(3)
+    assert budget.used == 10
+    share.end()
+    assert budget.used == 0
+    assert not share.spend(1), "nobody would give it back"
+    assert budget.used == 0
