@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
@@ -23,43 +22,23 @@ from punica_core.model.shapes import model_shapes
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SamplingParams, SequenceOutput
 from tests.support.driven_runner import random_prompt
 from tests.support.peft_adapters import adapter_ref, edit_tensors, packed_ref, peft_warnings_ignored, save_peft_adapter
-from tests.support.tiny_models import spread
+from tests.support.tiny_models import LONG_VOCAB_SIZE, long_llama
 
 pytestmark = pytest.mark.gpu
 
-VOCAB_SIZE = 512
 NUM_ADAPTERS = 8
 ADAPTER_BYTES = 300_000
 """More than any of the adapters takes, less than two of them together."""
-
-
-def build_base() -> LlamaForCausalLM:
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=9000,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    spread(model)
-    return model
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the base and the adapters 0 to 7."""
     folder = tmp_path_factory.mktemp("served")
-    build_base().save_pretrained(folder / "base")
+    long_llama().save_pretrained(folder / "base")
     for index in range(NUM_ADAPTERS):
         rank = (4, 16, 8, 2)[index % 4]
-        save_peft_adapter(folder / str(index), build_base(), seed=index, std=0.1, r=rank, use_dora=index == 3)
+        save_peft_adapter(folder / str(index), long_llama(), seed=index, std=0.1, r=rank, use_dora=index == 3)
     return folder
 
 
@@ -127,7 +106,7 @@ class References:
         """Of each token but the first, fp32 [T - 1]."""
         device = "cpu" if dtype == torch.float32 else "cuda"
         if (adapter, dtype) not in self._models:
-            model: Any = build_base().to(device, dtype)
+            model: Any = long_llama().to(device, dtype)
             if adapter is not None:
                 with peft_warnings_ignored():
                     model = PeftModel.from_pretrained(model, self._root / str(adapter)).to(device, dtype).eval()
@@ -159,14 +138,14 @@ def check_near(found: Mapping[int | None, list[tuple[list[int], int, list[float]
 def test_long_prompts_in_chunks(driver: Driver, references: References) -> None:
     lengths = {None: (1, 129), 0: (16, 2000), 1: (128, 8000), 3: (127, 700), 5: (17,)}
     ids = {
-        driver.submit(random_prompt(length, VOCAB_SIZE, seed=3), adapter, max_tokens=1, prompt_logprobs=0): adapter
+        driver.submit(random_prompt(length, LONG_VOCAB_SIZE, seed=3), adapter, max_tokens=1, prompt_logprobs=0): adapter
         for adapter, each in lengths.items()
         for length in each
         if length > 1
     }
     driver.finish()
     found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
-    prompts = {length: random_prompt(length, VOCAB_SIZE, seed=3) for each in lengths.values() for length in each}
+    prompts = {length: random_prompt(length, LONG_VOCAB_SIZE, seed=3) for each in lengths.values() for length in each}
     for request_id, adapter in ids.items():
         scores = driver.scored(request_id)
         found.setdefault(adapter, []).append((prompts[len(scores) + 1], 1, scores))
@@ -174,7 +153,9 @@ def test_long_prompts_in_chunks(driver: Driver, references: References) -> None:
 
 
 def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references: References) -> None:
-    prompts = {adapter: random_prompt(20 + 7 * index, VOCAB_SIZE) for index, adapter in enumerate([None, *range(8)])}
+    prompts = {
+        adapter: random_prompt(20 + 7 * index, LONG_VOCAB_SIZE) for index, adapter in enumerate([None, *range(8)])
+    }
     ids = {a: driver.submit(prompt, a, max_tokens=600, temperature=0.0, logprobs=0) for a, prompt in prompts.items()}
     driver.finish()
     found: dict[int | None, list[tuple[list[int], int, list[float]]]] = {}
@@ -186,7 +167,7 @@ def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references:
 
 
 def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver, references: References) -> None:
-    prompts = {adapter: random_prompt(30 + adapter, VOCAB_SIZE) for adapter in (0, 3, 9, 10, 11)}
+    prompts = {adapter: random_prompt(30 + adapter, LONG_VOCAB_SIZE) for adapter in (0, 3, 9, 10, 11)}
     configs: dict[int, dict[str, Any]] = {
         9: {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True},
         10: {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
@@ -196,7 +177,7 @@ def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver
         },
     }
     for adapter, config in configs.items():
-        save_peft_adapter(root / str(adapter), build_base(), seed=adapter, std=0.1, **config)
+        save_peft_adapter(root / str(adapter), long_llama(), seed=adapter, std=0.1, **config)
     ids = {a: driver.submit(prompt, a, max_tokens=40, temperature=0.0, logprobs=0) for a, prompt in prompts.items()}
     scored = {a: driver.submit(prompt, a, max_tokens=1, prompt_logprobs=0) for a, prompt in prompts.items()}
     driver.finish()
@@ -211,7 +192,7 @@ def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver
 
 
 def test_another_adapters_numbers_are_far_off(driver: Driver, references: References) -> None:
-    prompt = random_prompt(60, VOCAB_SIZE)
+    prompt = random_prompt(60, LONG_VOCAB_SIZE)
     request_id = driver.submit(prompt, 0, max_tokens=1, prompt_logprobs=0)
     driver.finish()
     with pytest.raises(AssertionError, match="ours"):
@@ -223,7 +204,7 @@ def test_adapters_that_take_turns_in_a_small_tier_are_never_mixed_up(root: Path,
     asked = []
     for turn in range(4):
         for adapter in range(NUM_ADAPTERS):
-            prompt = random_prompt(10 + 9 * turn + adapter, VOCAB_SIZE, seed=turn)
+            prompt = random_prompt(10 + 9 * turn + adapter, LONG_VOCAB_SIZE, seed=turn)
             request = driver.submit(prompt, adapter, max_tokens=12, temperature=0.0, logprobs=0)
             asked.append((adapter, prompt, request))
     driver.finish()
@@ -240,7 +221,7 @@ def test_packed_adapters_take_turns_with_folders_in_a_small_tier(
     root: Path, tmp_path: Path, references: References
 ) -> None:
     """They are sent from where they were read, and leave their place there for one another."""
-    shapes = model_shapes(build_base())
+    shapes = model_shapes(long_llama())
     packed = {}
     for adapter in (0, 1, 2, 4, 5, 6):
         dtype = (torch.bfloat16, torch.float32)[adapter % 2]
@@ -255,7 +236,7 @@ def test_packed_adapters_take_turns_with_folders_in_a_small_tier(
     for turn in range(3):
         for adapter, file in packed.items():
             for which in (file, adapter) if (turn + adapter) % 3 else (file,):
-                prompt = random_prompt(10 + 9 * turn + adapter, VOCAB_SIZE, seed=turn)
+                prompt = random_prompt(10 + 9 * turn + adapter, LONG_VOCAB_SIZE, seed=turn)
                 asked.append(
                     (adapter, prompt, driver.submit(prompt, which, max_tokens=12, temperature=0.0, logprobs=0))
                 )
@@ -273,10 +254,10 @@ def test_packed_adapters_take_turns_with_folders_in_a_small_tier(
 
 
 def test_an_adapter_that_overflows_fails_alone(root: Path, driver: Driver) -> None:
-    save_peft_adapter(root / "8", build_base(), seed=8, std=0.1)
+    save_peft_adapter(root / "8", long_llama(), seed=8, std=0.1)
     edit_tensors(root / "8", lambda tensors: {name: tensor * 1e18 for name, tensor in tensors.items()})
-    bad = driver.submit(random_prompt(30, VOCAB_SIZE), 8, max_tokens=8)
-    good = [driver.submit(random_prompt(30, VOCAB_SIZE), adapter, max_tokens=8) for adapter in (None, 0, 1)]
+    bad = driver.submit(random_prompt(30, LONG_VOCAB_SIZE), 8, max_tokens=8)
+    good = [driver.submit(random_prompt(30, LONG_VOCAB_SIZE), adapter, max_tokens=8) for adapter in (None, 0, 1)]
     driver.finish()
     assert driver.reason(bad) is FinishReason.ERROR
     assert "NaN or infinite" in (driver.outputs[bad][-1].error_message or "")

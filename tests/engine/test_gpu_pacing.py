@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
@@ -15,31 +13,17 @@ from punica_core.engine.device_runner import DeviceRunner, PendingDeviceStep
 from punica_core.protocol import NewSequence, SamplingParams
 from punica_core.scheduler.plan import StepPlan, StepWork
 from tests.support.driven_runner import random_prompt
-from tests.support.tiny_models import spread
+from tests.support.tiny_models import LONG_VOCAB_SIZE, long_llama
 
 pytestmark = pytest.mark.gpu
 
-VOCAB_SIZE = 512
 BUDGET = 2048
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=9000,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
-    spread(model)
     folder = tmp_path_factory.mktemp("base")
-    model.save_pretrained(folder)
+    long_llama().save_pretrained(folder)
     return folder
 
 
@@ -70,7 +54,7 @@ def test_prompts_beside_a_stream_are_computed_by_captured_steps(
 
     def submit(request_id: int, length: int, max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        prompt_ids = random_prompt(length, VOCAB_SIZE)
+        prompt_ids = random_prompt(length, LONG_VOCAB_SIZE)
         assert engine.submit([NewSequence(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling)], 0.0) == []
 
     submit(0, 20, 300)

@@ -23,6 +23,7 @@ from transformers import (
 
 VOCAB_SIZE = 131
 MAX_POSITIONS = 256
+LONG_VOCAB_SIZE = 512
 
 TINY_SIZES: Mapping[str, Any] = MappingProxyType(
     {
@@ -48,6 +49,20 @@ def _build(config_class: type, model_class: type, **more: Any) -> Callable[[], P
         return model
 
     return build
+
+
+def long_llama() -> LlamaForCausalLM:
+    """A random Llama of heads and context as kernels for GPUs want them: LONG_VOCAB_SIZE tokens, 9,000 positions."""
+    more = {
+        "vocab_size": LONG_VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 352,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 9000,
+    }
+    model = _build(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, **more)()
+    assert isinstance(model, LlamaForCausalLM)
+    return model
 
 
 def spread(model: PreTrainedModel) -> None:
