@@ -51,20 +51,26 @@ StepTable = Sequence[tuple[int, float]]
 @dataclass(frozen=True, slots=True)
 class Case:
     """A load. lengths: (prompt, output) tokens of its requests. clients: how many of them are under way at once, each
-    followed by the next when it ends; 0: all arrive at once. step_ms: what steps take, by their rows. noise: standard
-    deviation of the logarithm of what they take; stalls: share of steps that take 100 ms more."""
+    followed by the next when it ends; 0: all arrive at once. step_ms: what steps take, by their rows. turns: how many
+    requests in turn are without adapters, then as many with; a step takes what BASE and step_ms say, by the shares of
+    its rows. noise: standard deviation of the logarithm of what they take; stalls: share that takes 100 ms more.
+    """
 
     what: str
     lengths: Sequence[tuple[int, int]]
     max_num_seqs: int
     clients: int = 0
     step_ms: StepTable = BASE
+    turns: int = 0
     noise: float = 0.0
     stalls: float = 0.0
 
     @property
     def max_model_len(self) -> int:
         return max(prompt + output for prompt, output in self.lengths)
+
+    def has_adapter(self, request_id: int) -> bool:
+        return not self.turns or request_id // self.turns % 2 == 1
 
 
 def cases() -> dict[str, Case]:
@@ -78,9 +84,25 @@ def cases() -> dict[str, Case]:
         "burst-distinct": Case("the same, each with an adapter of its own", burst, 128, step_ms=DISTINCT),
         "clients": Case("64 clients in a closed loop, 384 requests", closed, 64, clients=64),
         "clients-distinct": Case("the same, each with an adapter of its own", closed, 64, clients=64, step_ms=DISTINCT),
+        "clients-mixed": Case(
+            "the same, 64 requests with adapters after 64 without",
+            closed,
+            64,
+            clients=64,
+            step_ms=DISTINCT,
+            turns=64,
+        ),
         "documents": Case("64 clients, prompts of 2,000 tokens, 100 generated", [(2000, 100)] * 384, 64, clients=64),
         "documents-distinct": Case(
             "the same, each with an adapter of its own", [(2000, 100)] * 384, 64, clients=64, step_ms=DISTINCT
+        ),
+        "documents-mixed": Case(
+            "the same, 64 requests with adapters after 64 without",
+            [(2000, 100)] * 384,
+            64,
+            clients=64,
+            step_ms=DISTINCT,
+            turns=64,
         ),
         "long": Case("32 clients in a closed loop, every eighth prompt 16,000 tokens long", long, 32, clients=32),
     }
@@ -118,27 +140,36 @@ class SimulatedGpu:
     def __init__(self, sizes: StepSizes, case: Case) -> None:
         self.host = 0.0
         self._sizes = sizes
-        self._rows, self._milliseconds = zip(*case.step_ms, strict=True)
+        self._case = case
         self._noise, self._stalls = case.noise, case.stalls
         self._generator = np.random.Generator(np.random.PCG64(0))
         self._busy_until = 0.0
 
-    def launch(self, work: StepWork) -> float:
+    def launch(self, plan: StepPlan) -> float:
         """When the step ends."""
+        work = plan.work
         sizes, begin = self._sizes, max(self.host, self._busy_until)
         is_captured = work.prompts == 0 or (
             work.prompt_rows <= sizes.prompt_rows[-1] and work.prompts <= (sizes.max_prompts or work.prompts)
         )
         self.host += LAUNCH_SECONDS if is_captured else UNCAPTURED_LAUNCH_SECONDS
-        seconds = self._seconds(sizes.padded(work) if is_captured else work)
+        adapted = sum(row.count for row in plan.rows if self._case.has_adapter(row.sequence.request_id))
+        seconds = self._seconds(sizes.padded(work) if is_captured else work, adapted / plan.num_tokens)
         self._busy_until = max(begin + seconds, self.host)
         return self._busy_until
 
-    def _seconds(self, work: StepWork) -> float:
-        linear = float(np.interp(work.decode_rows + work.prompt_rows, self._rows, self._milliseconds))
+    def _seconds(self, work: StepWork, share: float) -> float:
+        """share: of rows with adapters."""
+        rows = work.decode_rows + work.prompt_rows
+        linear = (1 - share) * _interpolated(BASE, rows) + share * _interpolated(self._case.step_ms, rows)
         stall = 0.1 if self._generator.random() < self._stalls else 0.0
         noise = self._generator.lognormal(0.0, self._noise)
         return noise * (linear / 1e3 + work.attended * ATTENDED_SECONDS) + stall
+
+
+def _interpolated(table: StepTable, rows: int) -> float:
+    sizes, milliseconds = zip(*table, strict=True)
+    return float(np.interp(rows, sizes, milliseconds))
 
 
 class Simulation:
@@ -172,7 +203,7 @@ class Simulation:
             plan = self._scheduler.schedule(self._gpu.host)
             if plan.rows:
                 started = self._gpu.host
-                in_flight = plan, started, self._gpu.launch(plan.work)
+                in_flight = plan, started, self._gpu.launch(plan)
             if before is not None:
                 self._collect(*before)
             self._gpu.host += HOST_SECONDS

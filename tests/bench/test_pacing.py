@@ -42,6 +42,18 @@ def test_prompts_that_could_fill_the_gpu_alone_lose_little(name: str, kept: floa
     assert paced.tokens_per_second > kept * off.tokens_per_second
 
 
+@pytest.mark.parametrize(("name", "kept"), [("clients-mixed", 0.97), ("documents-mixed", 0.95)])
+def test_the_pace_is_kept_although_it_is_not_known_which_rows_have_adapters(name: str, kept: float) -> None:
+    off, paced = simulated(name, 0.0), simulated(name, TARGET_MS)
+    alike = [
+        simulated(name, 0.0, turns=turns, step_ms=table) for turns, table in ((0, pacing.BASE), (0, pacing.DISTINCT))
+    ]
+    assert alike[1].seconds > off.seconds > alike[0].seconds, "steps of both kinds are in it"
+    assert gap_ms(off, 100) > AIM_MS, "without the bound it is broken"
+    assert gap_ms(paced, 100) < AIM_MS
+    assert paced.tokens_per_second > kept * off.tokens_per_second
+
+
 def test_long_prompts_are_cut_finer_the_more_they_attend_to() -> None:
     off, paced = simulated("long", 0.0), simulated("long", TARGET_MS)
     assert gap_ms(off, 99) > 2 * AIM_MS, "without the bound it is broken"
