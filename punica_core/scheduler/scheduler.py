@@ -69,11 +69,12 @@ class Scheduler:
         return bool(self._live)
 
     def stats(self) -> StepStats:
-        """The scheduler's gauges and counters; `waiting_by_reason` is the last step's."""
+        """The scheduler's gauges and counters; `waiting_by_reason` is the last step's, while anything waits."""
+        reasons = self.waiting_by_reason if self._waiting else Counter[SkipReason]()
         return StepStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            waiting_by_reason={str(reason): count for reason, count in self.waiting_by_reason.items()},
+            waiting_by_reason={str(reason): count for reason, count in reasons.items()},
             free_blocks=self._pool.num_free,
             cached_blocks=self._pool.num_cached,
             **asdict(self.counters),

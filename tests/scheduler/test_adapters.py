@@ -25,6 +25,16 @@ def test_a_loading_adapter_blocks_nobody_behind_it() -> None:
     assert rig.tokens(0) == expected_tokens(new_sequence(0, adapter=adapter_ref("cold")))
 
 
+def test_what_was_cancelled_waits_for_nothing() -> None:
+    rig = make_rig(load_steps=5)
+    rig.add(*(new_sequence(i, adapter=adapter_ref("cold")) for i in range(2)))
+    rig.step()
+    rig.cancel(0)
+    assert rig.scheduler.stats().waiting_by_reason == {"adapter_loading": 2}, "the last step's, until the next"
+    rig.cancel(1)
+    assert rig.scheduler.stats().waiting_by_reason == {}
+
+
 def test_an_adapter_without_room_blocks_nobody_behind_it() -> None:
     rig = make_rig(num_slots=1)
     rig.add(*(new_sequence(i, adapter=adapter_ref(name)) for i, name in enumerate("aba")), new_sequence(3))
