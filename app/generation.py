@@ -65,13 +65,14 @@ class Job:
 class Scores:
     """The logprobs that a request wants.
 
-    generated, prompt: alternatives of each token, None for no logprobs. field: of the request, which asks for the
-    prompt's.
+    generated, prompt: alternatives of each token, None for no logprobs. field, generated_field: of the request, which
+    ask for the prompt's and for the others.
     """
 
     generated: int | None
     prompt: int | None
     field: str = "prompt_logprobs"
+    generated_field: str = "logprobs"
 
     def room(self, num_prompt: int, num_sequences: int) -> int | None:
         """Tokens that each of a request's sequences may generate; None: as many as it likes.
@@ -93,10 +94,10 @@ class Scores:
         """Raise InvalidRequest for more generated tokens than there is room for."""
         if room is not None and max_tokens > room:
             raise InvalidRequest(
-                f"logprobs asks for those of {max_tokens * num_sequences} generated tokens (prompts x n x max_tokens) "
-                f"with {self.generated} alternatives each; at most {MAX_LOGPROBS} logprobs are given, the prompts' "
-                "included. Ask for fewer alternatives, or lower n or max_tokens.",
-                param="logprobs",
+                f"{self.generated_field} asks for the logprobs of {max_tokens * num_sequences} generated tokens "
+                f"(prompts x choices x max_tokens) with {self.generated} alternatives each; at most {MAX_LOGPROBS} are "
+                "given, the prompts' included. Ask for fewer alternatives or choices, or lower max_tokens.",
+                param=self.generated_field,
             )
 
 
@@ -126,7 +127,14 @@ async def chat_job(
     scores = Scores((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     room = scores.room(len(ids), n)
     default = None if room is None else max(room, 1)
-    limit = _output_limit(len(ids), body.output_limit, max_model_len, default=default, prompt_field="messages")
+    limit = _output_limit(
+        len(ids),
+        body.output_limit,
+        max_model_len,
+        default=default,
+        prompt_field="messages",
+        limit_field=body.limit_field,
+    )
     scores.check_room(limit, room, n)
     sampling = _sampling(body, tokenizer.vocab_size, limit, scores)
     is_open = body.output_limit is None
@@ -155,11 +163,12 @@ async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_mode
 
 
 def _scores(body: CompletionRequest) -> Scores:
-    generated = body.logprobs
+    generated, generated_field = body.logprobs, "logprobs"
     if body.candidates > body.choices and generated is None:
-        generated = 0  # the best are chosen by them
-    field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
-    return Scores(generated, _scored_alternatives(body), field)
+        generated, generated_field = 0, "best_of"  # the best are chosen by them
+    scored = _scored_alternatives(body)
+    field = "prompt_logprobs" if body.prompt_logprobs is not None and body.prompt_logprobs == scored else "echo"
+    return Scores(generated, scored, field, generated_field)
 
 
 def _scored_alternatives(body: CompletionRequest) -> int | None:
@@ -222,7 +231,13 @@ def check_ids(ids: list[int], vocab_size: int, field: str) -> None:
 
 
 def _output_limit(
-    prompt_tokens: int, asked: int | None, max_model_len: int, *, default: int | None, prompt_field: str
+    prompt_tokens: int,
+    asked: int | None,
+    max_model_len: int,
+    *,
+    default: int | None,
+    prompt_field: str,
+    limit_field: str = "max_tokens",
 ) -> int:
     """Tokens to generate: what was asked for must fit; a default is cut to what fits."""
     if prompt_tokens == 0:
@@ -237,7 +252,7 @@ def _output_limit(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {output}). Please shorten the prompt or "
             "the output (context_length_exceeded).",
-            param="max_tokens" if prompt_tokens < max_model_len else prompt_field,
+            param=limit_field if prompt_tokens < max_model_len else prompt_field,
         )
     return wanted
 

@@ -202,6 +202,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         """Most tokens to generate; max_completion_tokens is the newer name and wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def limit_field(self) -> str:
+        """Which of the two it is."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def template_variables(self) -> dict[str, Any]:
         """Decode `chat_template_kwargs`. Raises InvalidRequest."""
         return variables_of(self.chat_template_kwargs)

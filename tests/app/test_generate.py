@@ -216,6 +216,17 @@ async def test_echo_streams_the_prompt_first(server: Server) -> None:
     assert text_of(chunks) == "heyhe"
 
 
+@pytest.mark.parametrize(
+    "given", [{"max_tokens": 600}, {"max_completion_tokens": 600}, {"max_tokens": 2, "max_completion_tokens": 600}]
+)
+async def test_too_many_tokens_are_the_fault_of_the_field_that_asks_for_them(
+    server: Server, given: dict[str, int]
+) -> None:
+    response = await server.chat(**{"max_tokens": None} | given)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", list(given)[-1])
+
+
 async def test_max_completion_tokens_is_honoured(server: Server) -> None:
     response = await server.chat(max_tokens=None, max_completion_tokens=3)
     assert response.json()["usage"]["completion_tokens"] == 3
