@@ -159,6 +159,8 @@ class Loop:
     def _rest(self) -> None:
         """Nothing can run: say so once, then sleep until something may have changed."""
         waiting = self._engine.has_unfinished()
+        if not waiting:
+            self._engine.poll(time.monotonic())  # what failed for nobody must not be told to the next who asks
         if self._busy and not waiting:
             self._busy = self._clock_set = False
             self._channel.send(protocol.StepStarted(False))

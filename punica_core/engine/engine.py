@@ -109,15 +109,18 @@ class Engine:
         for path in paths:
             self._adapters.forget(path)
 
+    def poll(self, now: float) -> list[SequenceOutput]:
+        """Give up loads that hang. Returns terminal outputs of sequences whose adapter could not be loaded."""
+        failures = self._adapters.poll(now)
+        return [output for ref, error in failures for output in self._scheduler.fail_adapter(ref, error)]
+
     def step(self, now: float) -> tuple[list[SequenceOutput], bool]:
         """One schedule–execute–update round; of a runner that runs ahead, the next step's start and this one's end.
 
         Returns the outputs and whether a step was launched or collected; if not, only an adapter load, a command or
         the passing of time can change that.
         """
-        outputs: list[SequenceOutput] = []
-        for ref, error in self._adapters.poll(now):
-            outputs += self._scheduler.fail_adapter(ref, error)
+        outputs = self.poll(now)
         plan = self._scheduler.schedule(now)
         before, self._in_flight = self._in_flight, self._launch(plan) if plan.rows else None
         if before is not None:

@@ -11,8 +11,10 @@ import torch
 
 from punica_core import worker
 from punica_core.engine.engine import Engine
+from punica_core.errors import AdapterLoadTimeout, PunicaError
 from punica_core.lora.cache import AdapterCache
 from punica_core.protocol import (
+    AdapterRef,
     Cancel,
     Command,
     Event,
@@ -27,6 +29,7 @@ from punica_core.protocol import (
 from punica_core.scheduler.plan import PendingStep, StepPlan, StepResult
 from punica_core.worker import Loop
 from tests.support.ahead_runner import AheadRunner
+from tests.support.residency import adapter_ref
 from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
 
 TIMEOUT = 30.0
@@ -208,6 +211,29 @@ def test_an_idle_worker_answers_a_ping_with_its_gauges(channel: LocalChannel, ri
     assert answer.outputs == []
     assert answer.stats is not None
     assert answer.stats.free_blocks == rig.pool.num_blocks
+
+
+@pytest.mark.parametrize("has_woken", [True, False])
+def test_a_load_that_failed_after_its_client_left_fails_nobody_else(
+    channel: LocalChannel, runner: HeldRunner, rig: Rig, monkeypatch: pytest.MonkeyPatch, has_woken: bool
+) -> None:
+    """has_woken: the load ended, which wakes the loop, before there was the request; else after."""
+    ref = adapter_ref("flaky")
+    failures = [(ref, AdapterLoadTimeout("no progress"))]
+    told = threading.Event()
+
+    def poll(cache: AdapterCache, now: float) -> list[tuple[AdapterRef, PunicaError]]:
+        told.set()
+        return [failures.pop()] if failures and (has_woken or rig.scheduler.has_unfinished()) else []
+
+    monkeypatch.setattr(AdapterCache, "poll", poll)
+    runner.go.release(100)
+    if has_woken:
+        channel.wake.set()
+        assert told.wait(TIMEOUT)
+    channel.command(Submit([new_sequence(1, max_tokens=3, adapter=ref)]))
+    reasons = [output.finish_reason for output in outputs_of(channel.until_idle(), 1)]
+    assert reasons[-1] is (FinishReason.LENGTH if has_woken else FinishReason.ERROR)
 
 
 def test_shutdown_ends_the_loop_with_a_step_in_flight(channel: LocalChannel, runner: HeldRunner) -> None:
