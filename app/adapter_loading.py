@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from app.batcher import Batcher
 from app.flight import SequenceRequest
@@ -27,7 +27,9 @@ _TRIAL = SequenceRequest([0], SamplingParams(max_tokens=1, ignore_eos=True))
 
 
 class AdapterLoader:
-    """forget: tells the worker about folders that nobody will ask for. timeout: seconds that a load may take."""
+    """forget: tells the worker about folders that nobody will ask for. timeout: seconds that a load may take.
+    check_template: raises AdapterError if the adapter's own chat template is used and cannot be.
+    """
 
     def __init__(
         self,
@@ -36,11 +38,13 @@ class AdapterLoader:
         forget: Callable[[list[str]], None],
         *,
         timeout: float,
+        check_template: Callable[[AdapterRef], Awaitable[object]],
     ) -> None:
         self._registry = registry
         self._batcher = batcher
         self._forget = forget
         self._timeout = timeout
+        self._check_template = check_template
         self._loading: set[str] = set()
         self._drains: set[asyncio.Task[None]] = set()
 
@@ -60,9 +64,13 @@ class AdapterLoader:
             )
         self._loading.add(name)
         try:
+            await self._check_template(ref)
             await self._try(ref)
             before = self._registry.folder_of(name)
             self._registry.add(ref)
+        except AdapterError as error:
+            error.param = "lora_path"
+            raise
         finally:
             self._loading.discard(name)
         log.info("Adapter %r was loaded from %s.", name, ref.path)
@@ -89,13 +97,10 @@ class AdapterLoader:
         except TimeoutError:
             raise AdapterLoadTimeout(
                 f"Adapter {ref.name!r} was not loaded within {self._timeout:g} seconds: its files are slow, or there "
-                "is no room for it yet. Try again later.",
-                param="lora_path",
+                "is no room for it yet. Try again later."
             ) from None
         finally:
             flight.close()
-        if isinstance(sequence.error, AdapterError):
-            sequence.error.param = "lora_path"
         if sequence.error is not None:
             raise sequence.error
 

@@ -14,7 +14,7 @@ import msgspec
 from app.chat_template import ChatTemplate
 from app.tokenizer import template_in
 from punica_core.adapters.files import SourceFile, signature_of
-from punica_core.errors import AdapterInvalid, ConfigError
+from punica_core.errors import AdapterError, AdapterInvalid, ConfigError
 from punica_core.protocol import AdapterRef, FileSignature
 
 _TEMPLATE_NAME = "chat_template.jinja"
@@ -43,29 +43,34 @@ class AdapterTemplates:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     async def of(self, adapter: AdapterRef) -> ChatTemplate | None:
-        """The adapter's own template, None if it has none. Raises AdapterInvalid if it is broken or leads elsewhere.
+        """The adapter's own template, None if it has none. Raises AdapterError if it is broken or leads elsewhere.
 
         Compiling takes from milliseconds to seconds, on a thread.
         """
-        folder = adapter.path
+        try:
+            return await self._of(adapter.path)
+        except AdapterError as error:
+            raise type(error)(f"Adapter {adapter.name!r}: {error.message}", param="model") from None
+
+    async def _of(self, folder: str) -> ChatTemplate | None:
         state = (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME))
         kept = self._kept.get(folder)
         if kept is None or kept.state != state:
-            template = await asyncio.to_thread(self._read, adapter.name, folder, state)
+            template = await asyncio.to_thread(self._read, folder, state)
             kept = self._kept[folder] = _Kept(state, template)
         self._kept.move_to_end(folder)
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
         return kept.template
 
-    def _read(self, name: str, folder: str, state: _State) -> ChatTemplate | None:
+    def _read(self, folder: str, state: _State) -> ChatTemplate | None:
         source = _source(folder, state)
         if source is None:
             return None
         try:
             return self._compile(source)
         except ConfigError as error:
-            raise AdapterInvalid(f"Adapter {name!r}: {error.message}", param="model") from None
+            raise AdapterInvalid(error.message) from None
 
 
 def _state(folder: str, name: str) -> FileSignature | None:

@@ -118,7 +118,11 @@ class Service:
             has_tenants=lambda: self.keys.count > 1,
         )
         self.loader = AdapterLoader(
-            self.registry, self.batcher, self.supervisor.forget, timeout=settings.adapter_load_timeout
+            self.registry,
+            self.batcher,
+            self.supervisor.forget,
+            timeout=settings.adapter_load_timeout,
+            check_template=self.template_of,
         )
         self.metrics = Metrics(
             self.all_names,

@@ -155,6 +155,22 @@ async def test_an_adapter_that_the_engine_refuses_gets_no_name(make_server: Make
         assert server.service.batcher.in_flight == 0
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+async def test_an_adapter_whose_own_chat_template_is_broken_gets_no_name(
+    make_server: MakeServer, admin: dict[str, Any], more: Path, is_used: bool
+) -> None:
+    (more / "tuned" / "chat_template.jinja").write_text("{% for")
+    async with make_server(admin | {"adapter_chat_templates": is_used}) as server:
+        answer = await load(server, "new", "tuned")
+        assert answer.status_code == (400 if is_used else 200)
+        assert ("new" in await names(server)) is not is_used
+        if is_used:
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("adapter_invalid", "lora_path")
+            assert "broken at line 1" in error["message"]
+            assert server.engine.submissions == []
+
+
 async def test_a_name_is_not_there_before_its_adapter_was_tried(make_server: MakeServer, admin: dict[str, Any]) -> None:
     async with make_server(admin, auto=False) as server:
         first = asyncio.create_task(load(server, "new", "tuned"))

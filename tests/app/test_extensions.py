@@ -206,10 +206,15 @@ async def test_an_adapters_template_that_is_broken_or_leads_elsewhere_is_refused
     async with make_server(settings={"adapter_chat_templates": True}) as server:
         broken, elsewhere = await server.chat(model="sql"), await server.chat(model="pirate")
         assert (await server.complete(model="sql")).status_code == 200  # completions need no template
-    for response, problem in ((broken, "broken at line 1"), (elsewhere, "symbolic link")):
+    problems = (
+        "Adapter 'sql': The chat template is broken at line 1",
+        "Adapter 'pirate': chat_template.jinja is a symbolic",
+    )
+    for response, problem in zip((broken, elsewhere), problems, strict=True):
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "adapter_invalid"
         assert problem in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "model"
         assert "secret text" not in response.text
 
 
