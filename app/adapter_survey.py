@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,26 @@ class Survey:
 
     refused: frozenset[str] = frozenset()
     complete: bool = True
+
+
+class SurveyThread:
+    """`survey_adapters` on a thread. A start does not depend on it, nor does an end: a file on a dead mount may hold it
+    for ever, and what goes wrong in it is in the log."""
+
+    def __init__(self, registry: AdapterRegistry, max_lora_rank: int) -> None:
+        self._arguments = registry, max_lora_rank
+        self._ended = threading.Event()
+        self._survey = Survey(complete=False)
+        threading.Thread(target=self._run, name="adapter-survey", daemon=True).start()
+
+    def _run(self) -> None:
+        self._survey = survey_adapters(*self._arguments)
+        self._ended.set()
+
+    def result(self, seconds: float = SURVEY_SECONDS) -> Survey:
+        """What was found; waits so long at most."""
+        self._ended.wait(seconds)
+        return self._survey
 
 
 def report_of(registry: AdapterRegistry, name: str, max_lora_rank: int) -> AdapterReport:

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from app import adapters_command, demo, keys_command, settings
-from app.adapter_survey import survey_adapters
+from app.adapter_survey import SurveyThread
 from app.banner import Spinner, ready_text, say
 from app.service import Service, version
 from app.settings import Settings
@@ -153,10 +153,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
     with Spinner() as spinner:
         service = Service(chosen, connect, spinner.on_progress)
         service.begin_start()
-        # Nobody is kept waiting by it: it ends before most workers are ready.
-        surveying = asyncio.create_task(
-            asyncio.to_thread(survey_adapters, service.registry, chosen.max_lora_rank), name="adapter-survey"
-        )
+        surveying = SurveyThread(service.registry, chosen.max_lora_rank)  # it ends before most workers are ready
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
@@ -180,7 +177,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            needs_key, survey = not service.keys.is_open, await surveying
+            needs_key, survey = not service.keys.is_open, await asyncio.to_thread(surveying.result)
             ready = ready_text(service.all_names(), host, port, needs_key=needs_key, survey=survey)
             server = Server(config, service, ready)
             if chosen.api_keys_file:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from app.adapter_survey import MAX_LOGGED, survey_adapters
+from app.adapter_survey import MAX_LOGGED, Survey, SurveyThread, survey_adapters
 from punica_core.adapters.registry import AdapterRegistry
+from punica_core.protocol import AdapterRef
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 
@@ -41,6 +43,22 @@ def test_it_ends_in_time_and_says_that_it_has_not_seen_all(tmp_path: Path) -> No
     ticks = itertools.count()
     survey = survey_adapters(registry_of(tmp_path), 256, seconds=2.5, clock=lambda: float(next(ticks)))
     assert (survey.refused, survey.complete) == ({"broken", "pickled"}, False)
+
+
+def test_nobody_waits_for_files_that_never_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted, registry = threading.Event(), registry_of(tmp_path)
+    resolve = AdapterRegistry.resolve
+
+    def held(registry: AdapterRegistry, name: str) -> AdapterRef:
+        if name == "pickled":
+            mounted.wait(30)
+        return resolve(registry, name)
+
+    monkeypatch.setattr(AdapterRegistry, "resolve", held)
+    surveying = SurveyThread(registry, 256)
+    assert surveying.result(seconds=0.1) == Survey(complete=False)
+    mounted.set()
+    assert surveying.result(seconds=30).refused == {"broken", "pickled"}
 
 
 def test_of_many_refusals_the_first_are_logged_and_the_rest_counted(
