@@ -43,15 +43,21 @@ punica::Tables make_tables(Tensor const& arena, Tensor const& table, Tensor cons
           to_int(table.stride(1) / record_words)};
 }
 
-punica::Scratch make_scratch(Tensor const& v, int64_t num_rows, int slices, int64_t max_rank, int num_sms) {
+punica::Scratch make_scratch(Tensor const& v, Tensor const& plan, int64_t num_rows, int slices, int64_t max_rank, int num_sms,
+                             bool summed) {
   STD_TORCH_CHECK(v.dim() == 1 && v.is_contiguous() && v.scalar_type() == ScalarType::Float, "v must be contiguous 1-D float32");
   STD_TORCH_CHECK(max_rank >= 8 && max_rank <= punica::kMaxRank && max_rank % 8 == 0,
                   "max_rank must be a multiple of 8 up to ", punica::kMaxRank, ", got ", max_rank);
   int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);
   STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
-  int const max_splits = static_cast<int>(std::min<int64_t>(v.numel() / split, std::numeric_limits<int>::max()));
+  STD_TORCH_CHECK(plan.numel() > punica::kNumCounters, "plan has no room for its counters");
+  auto* const start = static_cast<float*>(v.data_ptr());
+  int64_t const first_part = summed ? split / 2 : 0;
+  int64_t const room = (v.numel() - first_part) / split;
+  int const max_splits = static_cast<int>(std::min<int64_t>(room, std::numeric_limits<int>::max()));
   int const num_blocks = num_sms * punica::shrink_blocks_per_sm(to_int(num_rows));
-  return {static_cast<float*>(v.data_ptr()), to_int(num_rows), max_splits, num_blocks};
+  int* const counters = static_cast<int*>(plan.data_ptr()) + plan.numel() - punica::kNumCounters;
+  return {start, start + first_part, counters, to_int(num_rows), max_splits, num_blocks, summed};
 }
 
 template <typename Params>
@@ -61,13 +67,13 @@ void dispatch(Tensor const& arena, char const* what, cudaError_t (*bf16)(Params 
   check_cuda((arena.scalar_type() == ScalarType::BFloat16 ? bf16 : fp16)(params, config), what);
 }
 
-void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank, bool beside) {
+void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank, bool summed, bool beside) {
   torch::stable::accelerator::DeviceGuard const guard(x.get_device_index());
   check_rows("x", x, arena);
   auto const config = launch_config(x);
   punica::ShrinkParams params{};
   params.tables = make_tables(arena, table, plan);
-  params.scratch = make_scratch(v, x.size(0), params.tables.slices, max_rank, config.num_sms);
+  params.scratch = make_scratch(v, plan, x.size(0), params.tables.slices, max_rank, config.num_sms, summed);
   params.x = x.data_ptr();
   params.x_stride = x.stride(0);
   params.in_features = to_int(x.size(1));
@@ -85,14 +91,14 @@ void lora_embed(Tensor v, Tensor token_ids, Tensor arena, Tensor table, Tensor p
   punica::EmbedParams params{};
   params.tables = make_tables(arena, table, plan);
   STD_TORCH_CHECK(params.tables.slices == 1, "lora_embed takes one slice");
-  params.scratch = make_scratch(v, token_ids.size(0), 1, max_rank, config.num_sms);
+  params.scratch = make_scratch(v, plan, token_ids.size(0), 1, max_rank, config.num_sms, true);
   params.token_ids = token_ids.data_ptr();
   params.ids_are_64_bit = token_ids.scalar_type() == ScalarType::Long;
   dispatch(arena, "lora_embed", punica::launch_embed<__nv_bfloat16>, punica::launch_embed<__half>, params, config);
 }
 
 void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, std::vector<int64_t> out_features,
-                 int64_t in_features, int64_t max_rank, std::optional<Tensor> /* x: kept until here */, bool overwrite) {
+                 int64_t in_features, int64_t max_rank, bool summed, std::optional<Tensor> /* x: kept until here */, bool overwrite) {
   torch::stable::accelerator::DeviceGuard const guard(y.get_device_index());
   check_rows("y", y, arena);
   auto config = launch_config(y);
@@ -101,10 +107,11 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
   config.dependent_launch = config.dependent_launch && !joined;
   punica::ExpandParams params{};
   params.tables = make_tables(arena, table, plan);
-  params.scratch = make_scratch(v, y.size(0), params.tables.slices, max_rank, config.num_sms);
+  params.scratch = make_scratch(v, plan, y.size(0), params.tables.slices, max_rank, config.num_sms, summed);
   params.y = y.data_ptr();
   params.y_stride = y.stride(0);
   params.in_features = to_int(in_features);
+  STD_TORCH_CHECK(summed || !overwrite, "overwrite needs rows that shrink has summed");
   params.overwrite = overwrite;
   STD_TORCH_CHECK(static_cast<int>(out_features.size()) == params.tables.slices, "out_features must name every slice");
   int column = 0;

@@ -27,7 +27,7 @@ int64_t words_used(punica::PlanResult const& result) {
   STD_TORCH_CHECK(result.error != punica::PlanError::kSlot, "slot ", result.value, " is not in the tables");
   STD_TORCH_CHECK(result.error != punica::PlanError::kOrder, "seg_indptr must start at 0 and not decrease, see entry ",
                   result.value);
-  STD_TORCH_CHECK(result.error != punica::PlanError::kCapacity, "the plan does not fit ", result.value, " words");
+  STD_TORCH_CHECK(result.error != punica::PlanError::kCapacity, "the plan does not fit ", result.value + punica::kNumCounters, " words");
   STD_TORCH_CHECK(result.error != punica::PlanError::kSegments, result.value, " segments are more than allowed");
   return result.error == punica::PlanError::kRank ? -result.value : result.value;
 }
@@ -38,7 +38,7 @@ int64_t build_plan(Tensor plan, Tensor seg_indptr, Tensor seg_slot, Tensor slot_
   int32_t const* const slots = int32_data("seg_slot", seg_slot);
   int32_t const* const ranks = int32_data("slot_rank", slot_rank);
   STD_TORCH_CHECK(seg_indptr.numel() == seg_slot.numel() + 1, "seg_indptr must have one entry more than seg_slot");
-  return words_used(punica::build_plan(words, plan.numel(), indptr, slots, static_cast<int>(seg_slot.numel()), ranks,
+  return words_used(punica::build_plan(words, plan.numel() - punica::kNumCounters, indptr, slots, static_cast<int>(seg_slot.numel()), ranks,
                                        slot_rank.numel(), static_cast<int>(max_rank)));
 }
 
@@ -46,7 +46,7 @@ int64_t build_row_plan(Tensor plan, Tensor row_slots, Tensor slot_rank, int64_t 
   int32_t* const words = int32_data("plan", plan);
   int32_t const* const slots = int32_data("row_slots", row_slots);
   int32_t const* const ranks = int32_data("slot_rank", slot_rank);
-  return words_used(punica::build_row_plan(words, plan.numel(), slots, static_cast<int>(row_slots.numel()), max_segments, ranks,
+  return words_used(punica::build_row_plan(words, plan.numel() - punica::kNumCounters, slots, static_cast<int>(row_slots.numel()), max_segments, ranks,
                                            slot_rank.numel(), static_cast<int>(max_rank)));
 }
 

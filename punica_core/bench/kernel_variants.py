@@ -64,9 +64,9 @@ def check() -> int:
     Raises:
         WrongResult: a case differs, or is not bitwise repeatable.
     """
-    cases = list(_check_steps())
-    for group, step in cases:
-        case = GroupCase(group, step, torch.bfloat16)
+    cases = [(*case, summed) for case in _check_steps() for summed in (False, True)]
+    for group, step, summed in cases:
+        case = GroupCase(group, step, torch.bfloat16, summed=summed)
         case.x.normal_()
         case.adapters.arena.mul_(64)  # as large as y
         start = torch.randn_like(case.y)
@@ -150,18 +150,18 @@ def measure_model() -> Times:
         graphs = [capture(case.base), capture(case.chained)]
         want = [y.clone() for y in case.y]
         graphs.append(capture(case.early))
-        try:
-            graphs.append(capture(case.beside))
-            names.append("beside")
-        except RuntimeError as error:
-            print(f"beside cannot be captured: {error}", flush=True)
-        for name, graph in zip(names[1:], graphs[1:], strict=True):
+        wants = [want, want]
+        case.beside()
+        wants.append([y.clone() for y in case.y])
+        graphs.append(capture(case.beside))
+        names.append("beside")
+        for name, graph, expected in zip(names[1:], graphs[1:], wants, strict=True):
             for _ in range(3):
                 for y in case.y:
                     y.fill_(torch.nan)
                 graph.replay()
-                if not all(torch.equal(y, expected) for y, expected in zip(case.y, want, strict=True)):
-                    raise WrongResult(f"{popularity} {batch}: {name} is not chained, bit for bit")
+                if not all(map(torch.equal, case.y, expected)):
+                    raise WrongResult(f"{popularity} {batch}: {name} is not what it is without a graph, bit for bit")
         times = replay_ms(graphs)
         out[f"base {popularity} {batch}"] = times[0]
         out |= {f"{name} {popularity} {batch}": ms - times[0] for name, ms in zip(names[1:], times[1:], strict=True)}
@@ -177,10 +177,11 @@ def measure_engine() -> Times:
         for name, memory in _MEMORIES:
             case = ModelCase(Step.of(popularity, batch, [16]), memory=memory)
             graphs = [capture(case.base), capture(case.chained)]
+            case.beside()
             want = [y.clone() for y in case.y]
             graphs.append(capture(case.beside))
-            if not all(torch.equal(y, expected) for y, expected in zip(case.y, want, strict=True)):
-                raise WrongResult(f"{name} {popularity} {batch}: beside is not chained, bit for bit")
+            if not all(map(torch.equal, case.y, want)):
+                raise WrongResult(f"{name} {popularity} {batch}: beside is not what it is without a graph, bit for bit")
             base, chained, beside = replay_ms(graphs)
             out[f"{name} chained {popularity} {batch}"] = chained - base
             out[f"{name} beside {popularity} {batch}"] = beside - base

@@ -122,7 +122,16 @@ def scratch_for(step: Step, slices: int, device: torch.device | str) -> Tensor:
 class GroupCase:
     """One group and step, ready to be called with cold weights and warm activations."""
 
-    def __init__(self, group: Group, step: Step, dtype: torch.dtype, device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self,
+        group: Group,
+        step: Step,
+        dtype: torch.dtype,
+        device: torch.device | str = "cuda",
+        *,
+        summed: bool = False,
+    ) -> None:
+        self.summed = summed
         size = adapter_bytes(group, step.ranks)
         self.num_sets = max(1, min(512, -(-COLD_BYTES // size)))
         self.group = group
@@ -148,14 +157,14 @@ class GroupCase:
     def shrink(self, index: int) -> None:
         """The first half of a call."""
         table, plan = self.adapters.tables[index % self.num_sets], self.plan.plan
-        ops.lora_shrink(self.v, self.x, self.adapters.arena, table, plan, self.max_rank)
+        ops.lora_shrink(self.v, self.x, self.adapters.arena, table, plan, self.max_rank, summed=self.summed)
 
     def expand(self, index: int) -> None:
         """The second half of a call, of whatever the scratch holds."""
         table, plan = self.adapters.tables[index % self.num_sets], self.plan.plan
         group = self.group
-        arena, widths = self.adapters.arena, group.out_features
-        ops.lora_expand(self.y, self.v, arena, table, plan, widths, group.in_features, self.max_rank)
+        sizes = (group.out_features, group.in_features, self.max_rank)
+        ops.lora_expand(self.y, self.v, self.adapters.arena, table, plan, *sizes, summed=self.summed)
 
 
 def time_graph_us(call: Callable[[int], None], calls: int, *, replays: int = 11) -> float:

@@ -177,16 +177,16 @@ class ModelCase:
         """Shrink beside the base product in one chain, then expand."""
         for layer in range(self.num_layers):
             for index in range(len(self.groups)):
-                self._shrink(layer, index, beside=True)
+                self._shrink(layer, index, summed=True, beside=True)
                 self._product(layer, index)
-                self._expand(layer, index)
+                self._expand(layer, index, summed=True)
 
     def ahead(self) -> None:
         """Shrink, expand, and the base product, which adds to what expand wrote, one after another."""
         for layer in range(self.num_layers):
             for index in range(len(self.groups)):
-                self._shrink(layer, index)
-                self._expand(layer, index, overwrite=True)
+                self._shrink(layer, index, summed=True)
+                self._expand(layer, index, summed=True, overwrite=True)
                 ops.add_product(self.y[index], self.x[index], self.weights[layer][index])
 
     def check_ahead(self) -> None:
@@ -213,15 +213,15 @@ class ModelCase:
     def _product(self, layer: int, index: int) -> None:
         torch.mm(self.x[index], self.weights[layer][index].t(), out=self.y[index])
 
-    def _shrink(self, layer: int, index: int, *, beside: bool = False) -> None:
+    def _shrink(self, layer: int, index: int, *, summed: bool = False, beside: bool = False) -> None:
         tables = (self.arena, self.tables[index][layer], self.plan.plan)
-        ops.lora_shrink(self.v[index], self.x[index], *tables, self.max_rank, beside=beside)
+        ops.lora_shrink(self.v[index], self.x[index], *tables, self.max_rank, summed=summed, beside=beside)
 
-    def _expand(self, layer: int, index: int, *, overwrite: bool = False) -> None:
+    def _expand(self, layer: int, index: int, *, summed: bool = False, overwrite: bool = False) -> None:
         group, x = self.groups[index], self.x[index]
         tables = (self.arena, self.tables[index][layer], self.plan.plan)
         sizes = (group.out_features, group.in_features, self.max_rank)
-        ops.lora_expand(self.y[index], self.v[index], *tables, *sizes, x=x, overwrite=overwrite)
+        ops.lora_expand(self.y[index], self.v[index], *tables, *sizes, summed=summed, x=x, overwrite=overwrite)
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -103,20 +103,22 @@ class TableLoRA:
         """See `TableStep.product`; T is the number of rows of the step begun last."""
         if self.ahead and bias is None:
             y = x.new_empty(x.size(0), weight.size(0))
-            v = self._shrink(table, out_features, x, beside=False)
-            self._expand(table, out_features, x, v, y, overwrite=True)
+            v = self._shrink(table, out_features, x, summed=True)
+            self._expand(table, out_features, x, v, y, summed=True, overwrite=True)
             ops.add_product(y, x, weight)
         else:
-            v = self._shrink(table, out_features, x, beside=self.beside)
+            v = self._shrink(table, out_features, x, summed=self.beside, beside=self.beside)
             y = linear(x, weight, bias)
-            self._expand(table, out_features, x, v, y, kept=x if self.beside else None)
+            self._expand(table, out_features, x, v, y, summed=self.beside, kept=x if self.beside else None)
         return y
 
-    def _shrink(self, table: Tensor, out_features: Sequence[int], x: Tensor, *, beside: bool) -> Tensor:
+    def _shrink(
+        self, table: Tensor, out_features: Sequence[int], x: Tensor, *, summed: bool, beside: bool = False
+    ) -> Tensor:
         # Compiled and captured code gives every layer the same memory for v.
         elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
         v = torch.empty(elements, dtype=torch.float32, device=x.device)
-        ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, beside=beside)
+        ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, summed=summed, beside=beside)
         return v
 
     def _expand(
@@ -127,11 +129,13 @@ class TableLoRA:
         v: Tensor,
         y: Tensor,
         *,
+        summed: bool,
         kept: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
         tables = (self._arena, table, self._plan)
-        ops.lora_expand(y, v, *tables, out_features, x.size(1), self._max_rank, x=kept, overwrite=overwrite)
+        sizes = (out_features, x.size(1), self._max_rank)
+        ops.lora_expand(y, v, *tables, *sizes, summed=summed, x=kept, overwrite=overwrite)
 
 
 def bind_tables(model: nn.Module, modules: TableModules, tables: AdapterTables) -> None:

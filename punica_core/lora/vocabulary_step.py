@@ -125,7 +125,7 @@ class VocabularyStep:
             v = torch.empty(y.size(0) * self._max_rank, dtype=torch.float32, device=y.device)
             tables = (self._arena, self._embedding_table, self._row_plan)
             ops.lora_embed(v, token_ids, *tables, self._max_rank)
-            ops.lora_expand(y, v, *tables, [y.size(1)], 1, self._max_rank)
+            ops.lora_expand(y, v, *tables, [y.size(1)], 1, self._max_rank, summed=True)
         for rows, vocabulary in self._rows.parts:
             if vocabulary.embedding_rows is not None:
                 _put_rows(token_ids[rows], y[rows], vocabulary.embedding_rows)

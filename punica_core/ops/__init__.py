@@ -32,7 +32,15 @@ _LIBRARY = torch.library.Library("punica", "DEF")
 
 
 def lora_shrink(
-    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+    v: Tensor,
+    x: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    max_rank: int,
+    *,
+    summed: bool = False,
+    beside: bool = False,
 ) -> None:
     """Project each row onto the low rank of its adapter, for all slices of a fused group.
 
@@ -41,20 +49,22 @@ def lora_shrink(
     ``v`` (mutated) is fp32 scratch of at least ``T*slices*max_rank`` elements, seen as ``[splits, T, slices, P]``
     with ``P`` the plan's :attr:`~punica_core.ops.layout.Header.RANK_PITCH`, at most max_rank. An implementation may
     leave the sum in several parts, as many as fit with max_rank for P; only ``lora_expand`` called with the same x
-    width, table, plan and max_rank knows how many. Nothing else of v is defined afterwards.
+    width, table, plan, max_rank and ``summed`` knows how many. Nothing else of v is defined afterwards.
 
     Args:
         v: fp32 ``[numel]``, numel >= T*slices*max_rank; ``layout.scratch_elements`` says how much is best.
         x: ``[T, I]``, rows contiguous, dtype of the arena.
         arena: 1-D, bf16 or fp16 (CPU also fp32).
         table: int64 ``[slices, N, 6]``.
-        plan: int32 ``[capacity]``.
+        plan: int32 ``[capacity]``, with counters at its end that are zero between calls.
         max_rank: bound of every lora_rank in the table.
+        summed: the parts are added here, in place of by each block of ``lora_expand``: this call takes a microsecond
+            longer, which what runs beside it hides, and that one is shorter.
         beside: what follows on the stream, up to the next ``lora_expand``, neither reads v nor writes x, and the first
             of it is a kernel: in a captured CUDA graph it runs beside this one (sm_90 and newer). Give x to that
             ``lora_expand``, so that its memory is not used for something else in between.
     """
-    torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank, beside=beside)
+    torch.ops.punica.lora_shrink(v, x, arena, table, plan, max_rank, summed=summed, beside=beside)
 
 
 def lora_expand(
@@ -67,6 +77,7 @@ def lora_expand(
     in_features: int,
     max_rank: int,
     *,
+    summed: bool = False,
     x: Tensor | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -84,18 +95,22 @@ def lora_expand(
         arena, table, plan, max_rank: as for the call that filled v.
         out_features: O of each slice, in the order of y's columns.
         in_features: I of the ``lora_shrink`` before, 1 after ``lora_embed``.
+        summed: as for ``lora_shrink``; true after ``lora_embed`` and with ``overwrite``.
         x: not read. Of a ``lora_shrink`` with ``beside``: who plans memory sees that x lives until here.
         overwrite: see above.
     """
     tables = (arena, table, plan)
-    torch.ops.punica.lora_expand(y, v, *tables, out_features, in_features, max_rank, x=x, overwrite=overwrite)
+    torch.ops.punica.lora_expand(
+        y, v, *tables, out_features, in_features, max_rank, summed=summed, x=x, overwrite=overwrite
+    )
 
 
 def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
     """Look up each token's low-rank row in the embedding adapter of its segment.
 
     **Semantics**: ``v[t, 0, :R] = A[slot][token_ids[t]]`` with ``A [V, R]`` row-major without padding at the record's A
-    offset (PEFT's ``lora_embedding_A`` transposed). ``lora_expand(..., in_features=1)`` completes it.
+    offset (PEFT's ``lora_embedding_A`` transposed). ``lora_expand(..., in_features=1, summed=True)`` completes
+    it.
 
     Args:
         v: fp32 scratch (mutated), numel >= T*max_rank.
@@ -236,9 +251,10 @@ def lora_apply(
 def _register() -> None:
     tables = "Tensor arena, Tensor table, Tensor plan"
     schemas = {
-        "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool beside=False) -> ()",
+        "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool summed=False, "
+        "bool beside=False) -> ()",
         "lora_expand": f"(Tensor(a!) y, Tensor v, {tables}, int[] out_features, int in_features, int max_rank, *, "
-        "Tensor? x=None, bool overwrite=False) -> ()",
+        "bool summed=False, Tensor? x=None, bool overwrite=False) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
         "add_product": "(Tensor(a!) y, Tensor x, Tensor weight) -> ()",

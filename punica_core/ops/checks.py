@@ -57,7 +57,15 @@ def _check_scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> None
 
 
 def check_shrink(
-    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+    v: Tensor,
+    x: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    max_rank: int,
+    *,
+    summed: bool = False,
+    beside: bool = False,
 ) -> None:
     _check_common(arena, table, plan)
     _check_rows("x", x, arena)
@@ -84,6 +92,7 @@ def check_expand(
     in_features: int,
     max_rank: int,
     *,
+    summed: bool = False,
     x: Tensor | None = None,
     overwrite: bool = False,
 ) -> None:

@@ -50,6 +50,9 @@ class Field(IntEnum):
 
 HEADER_WORDS: Final = 12
 
+NUM_COUNTERS: Final = 4096
+"""Words at the end of a plan that belong to the kernels: zero between them."""
+
 
 class Header(IntEnum):
     """Words of a plan's header.
@@ -80,8 +83,9 @@ def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:
     """Floats of scratch ``v`` that serve steps of up to ``max_rows`` rows at full speed.
 
     A step of few rows splits its sums up to 16 ways to use the whole GPU; from 1024 rows on its rows give enough work.
+    Half a split is for the low-rank rows themselves, in 16 bits.
     """
-    return max(16 * min(max_rows, 1024), max_rows) * slices * max_rank
+    return (max(16 * min(max_rows, 1024), max_rows) * 2 + max_rows) * slices * max_rank // 2
 
 
 def row_pitch(width: int) -> int:

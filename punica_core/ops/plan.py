@@ -17,6 +17,7 @@ from punica_core.ops.layout import (
     HEADER_WORDS,
     ITEM_WORDS,
     MAX_EXPAND_SHARES,
+    NUM_COUNTERS,
     SHRINK_CHUNK_SHORT,
     SHRINK_CHUNK_TALL,
     row_pitch,
@@ -39,7 +40,7 @@ def build_plan(plan: Tensor, seg_indptr: Tensor, seg_slot: Tensor, slot_rank: Te
     """Write the plan of a step given by its segments, and return how many words it takes.
 
     Args:
-        plan: int32 ``[capacity]`` on the CPU (mutated); words behind the plan keep their value.
+        plan: int32 ``[capacity]`` on the CPU (mutated); words behind the plan keep their value, as the counters do.
         seg_indptr: int32 ``[S+1]``, non-decreasing, starting at 0; empty segments are allowed.
         seg_slot: int32 ``[S]``, -1 = base model.
         slot_rank: int32 ``[N]``, for each slot the largest lora_rank over all modules.
@@ -64,7 +65,8 @@ def capacity(max_rows: int, max_segments: int, max_rank: int) -> int:
     """Words that the plan of any step of so many rows and segments fits in."""
     tiles = min(max_rows, max_segments + max_rows // _SHORT_ROWS)
     chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
-    return HEADER_WORDS + 2 * max_segments + 2 * ITEM_WORDS + tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+    items = tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+    return HEADER_WORDS + 2 * max_segments + 2 * ITEM_WORDS + items + NUM_COUNTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _shares(tiles: _Runs) -> Int32Array:
 def _items(array: Int32Array, offset: int, count: int) -> Int32Array:
     """Room for ``count`` items at ``offset``: ``[count, ITEM_WORDS]``."""
     end = offset + count * ITEM_WORDS
-    if end > len(array):
+    if end > len(array) - NUM_COUNTERS:
         raise RuntimeError(f"the plan does not fit {len(array)} words")
     return array[offset:end].reshape(-1, ITEM_WORDS)
 

@@ -75,7 +75,15 @@ def _scratch(v: Tensor, num_rows: int, slices: int, plan: Tensor) -> Tensor:
 
 
 def lora_shrink(
-    v: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int, *, beside: bool = False
+    v: Tensor,
+    x: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    max_rank: int,
+    *,
+    summed: bool = False,
+    beside: bool = False,
 ) -> None:
     check_shrink(v, x, arena, table, plan, max_rank)
     out = _scratch(v, x.size(0), table.size(0), plan)
@@ -108,6 +116,7 @@ def lora_expand(
     in_features: int,
     max_rank: int,
     *,
+    summed: bool = False,
     x: Tensor | None = None,
     overwrite: bool = False,
 ) -> None:

@@ -104,7 +104,8 @@ def test_each_product_stands_between_its_shrink_and_its_expand(mlp: Mlp, x: Tens
     assert [name for name in names if name.startswith("punica")] == ["punica::lora_shrink", "punica::lora_expand"] * 2
     assert [name in PRODUCTS for name in names] == [False, True, False] * 2
     for shrink, expand in (recorder.calls[0:3:2], recorder.calls[3:6:2]):
-        assert shrink[2] == {"beside": True}
+        assert shrink[2] == {"summed": True, "beside": True}
+        assert expand[2]["summed"]
         assert expand[2]["x"].data_ptr() == shrink[1][1].data_ptr(), "x lives until expand"
     torch.testing.assert_close(got.double(), mlp.expected(x), rtol=1e-4, atol=1e-4)
 

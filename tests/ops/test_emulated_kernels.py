@@ -20,7 +20,8 @@ def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(kernels: EmulatedKernels, batch: LoraBatch) -> None:
-    check_applied(batch, kernels.apply(batch))
+    for summed in (False, True):
+        check_applied(batch, kernels.apply(batch, summed=summed))
     check_overwritten(batch, kernels.apply(batch, torch.full_like(batch.y, torch.nan), overwrite=True))
 
 
@@ -29,6 +30,7 @@ CASES = {
     "all ranks": ([1, 2, 9, 17, 4, 1, 1, 3, 8, 1], MIXED_RANKS, 264, (520, 72)),
     "skewed": ([1, 33, 1, 70], (33, 256, 8, 64), 136, (264, 136, 8)),
     "the most rows of a decode step": ([130, 66, 40], [40], 128, (328,)),
+    "sums of several splits": ([5], (16,), 8200, (72,)),
     "unaligned": ([3, 12], (20, 5), 100, (77, 50)),
     "prompts": ([200, 3, 40, 33], (16, 64, 3, 130), 64, (200, 72)),
     "an unaligned prompt": ([270], [48], 64, (77,)),
@@ -60,13 +62,18 @@ def test_float16_and_modules_that_are_not_targets(library) -> None:
     assert torch.equal(kernels.apply(batch)[:2, 64:], batch.y[:2, 64:])
 
 
-def test_scratch_is_touched_as_far_as_the_ranks_of_the_step_need(library) -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_scratch_is_touched_as_far_as_the_ranks_of_the_step_need(library, summed) -> None:
     batch = make_batch(
-        rows_of([3, 5]), ranks=[8, 5], in_features=2048, out_features=(64, 40), dtype=torch.bfloat16, max_rank=256
+        rows_of([3, 5]), ranks=[8, 5], in_features=8200, out_features=(64, 40), dtype=torch.bfloat16, max_rank=256
     )
-    check(EmulatedKernels(library), batch)
-    assert batch.v[16 * len(batch.x) * 2 * 8 :].isnan().all()
-    assert not batch.v[: 16 * len(batch.x) * 2 * 8].isnan().all()
+    check_applied(batch, EmulatedKernels(library).apply(batch, summed=summed))
+    split = len(batch.x) * 2 * 256
+    hidden = split // 2 if summed else 0
+    for room, share in ((batch.v[:hidden], 1 / 2), (batch.v[hidden:], 16)):
+        touched = int(share * split) * 8 // 256
+        assert room[touched:].isnan().all()
+        assert room.numel() == 0 or not room[:touched].isnan().all()
 
 
 def test_records_may_lie_slot_by_slot_or_module_by_module(library) -> None:
@@ -89,13 +96,23 @@ def is_wrong(library: Path, case: str) -> bool:
 @pytest.mark.parametrize(
     ("header", "text", "broken"),
     [
-        ("shrink.cuh", "item.slice) * item.rank_pitch", "item.slice) * 256"),
-        ("expand.cuh", "params.tables.slices * work.rank_pitch", "params.tables.slices * 256"),
+        ("shrink.cuh", "return row * item.rank_pitch", "return row * 256"),
+        ("expand_walk.cuh", "params.tables.slices * work.rank_pitch", "params.tables.slices * 256"),
+        ("shrink.cuh", "first + i < item.splits", "first + i < item.splits - 1"),
+        ("shrink.cuh", "if (last) *counter = 0;", ""),
         ("shrink.cuh", "if (must_wait) wait_and_release(params);  // this warp had no step", ""),
-        ("expand.cuh", "if constexpr (kOverwrite) blank_tiles<T, kAligned>(params);", ""),
-        ("expand.cuh", "(!kAll && item.record.lora_rank == 0)", "item.record.lora_rank == 0"),
+        ("expand_write.cuh", "blank_tiles<T, kAligned>(params);\n}", "}"),
+        ("expand_walk.cuh", "(!kAll && item.record.lora_rank == 0)", "item.record.lora_rank == 0"),
     ],
-    ids=["v written", "v read", "no wait", "rows of the base kept", "slices without lora_rank kept"],
+    ids=[
+        "v written",
+        "v read",
+        "splits",
+        "counters",
+        "no wait",
+        "rows of the base kept",
+        "slices without lora_rank kept",
+    ],
 )
 def test_a_broken_kernel_is_noticed(nvcc, tmp_path, header, text, broken) -> None:
     sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))

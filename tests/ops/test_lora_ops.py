@@ -18,7 +18,8 @@ targets = pytest.mark.parametrize(("device", "dtype"), [CPU, CPU_BF16, GPU_BF16,
 
 
 def check(batch: LoraBatch) -> None:
-    check_applied(batch, batch.apply())
+    for summed in (False, True):
+        check_applied(batch, batch.apply(summed=summed))
     check_overwritten(batch, batch.apply(torch.full_like(batch.y, torch.nan), overwrite=True))
 
 
@@ -239,7 +240,7 @@ def test_lora_embed_looks_tokens_up(device, dtype) -> None:
     for ids in (tokens, tokens.int()):
         got.copy_(batch.y)
         ops.lora_embed(batch.v, ids, arena.buffer, tables.group(0, 1), batch.plan.plan, 16)
-        ops.lora_expand(got, batch.v, arena.buffer, tables.group(0, 1), batch.plan.plan, [width], 1, 16)
+        ops.lora_expand(got, batch.v, arena.buffer, tables.group(0, 1), batch.plan.plan, [width], 1, 16, summed=True)
         assert_as_exact_as_torch(got, exact, same)
         assert torch.equal(got[:1], batch.y[:1])
 

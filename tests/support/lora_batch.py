@@ -37,13 +37,17 @@ class LoraBatch:
     def __post_init__(self) -> None:
         self.table = self.tables.group(0, len(self.out_features))
 
-    def apply(self, y: Tensor | None = None, x: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+    def apply(
+        self, y: Tensor | None = None, x: Tensor | None = None, *, summed: bool = False, overwrite: bool = False
+    ) -> Tensor:
         """Run shrink and expand on a copy of y (or on the y given) and return it."""
         out = self.y.clone() if y is None else y
         rows = self.x if x is None else x
         tables = (self.arena.buffer, self.table, self.plan.plan)
-        ops.lora_shrink(self.v, rows, *tables, self.max_rank)
-        ops.lora_expand(out, self.v, *tables, self.out_features, rows.size(1), self.max_rank, overwrite=overwrite)
+        summed = summed or overwrite
+        ops.lora_shrink(self.v, rows, *tables, self.max_rank, summed=summed)
+        sizes = (self.out_features, rows.size(1), self.max_rank)
+        ops.lora_expand(out, self.v, *tables, *sizes, summed=summed, overwrite=overwrite)
         return out
 
     def expected(self, dtype: torch.dtype = torch.float64, *, overwrite: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-// v = A[token id]: the low-rank row of each token of an adapted segment, as the only split of the scratch.
+// v = A[token id]: the low-rank row of each token of an adapted segment.
 #pragma once
 
 #include "punica/tile.cuh"
@@ -19,13 +19,14 @@ __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const __grid_const
     if ((tile.w & 0xffff) != 0) continue;  // once a tile
     TableRecord const record = load_record(tables, 0, tile.z);
     T const* const a = static_cast<T const*>(tables.arena) + record.a_offset;
-    for (int i = threadIdx.x; i < tile.y * record.lora_rank; i += kEmbedThreads) {
-      int const row = tile.x + i / record.lora_rank;
-      int const r = i % record.lora_rank;
+    int const pitch = round_up(record.lora_rank, kRowAlignment);
+    for (int i = threadIdx.x; i < tile.y * pitch; i += kEmbedThreads) {
+      int const row = tile.x + i / pitch;
+      int const r = i % pitch;
       int64_t const token = params.ids_are_64_bit ? __ldcg(static_cast<long long const*>(params.token_ids) + row)
                                                   : __ldcg(static_cast<int const*>(params.token_ids) + row);
-      params.scratch.v[static_cast<int64_t>(row) * work.rank_pitch + r] =
-          Convert<T>::to_float(a[token * record.lora_rank + r]);
+      T* const to = static_cast<T*>(params.scratch.hidden) + static_cast<int64_t>(row) * work.rank_pitch + r;
+      *to = r < record.lora_rank ? a[token * record.lora_rank + r] : T(0.f);
     }
   }
 }

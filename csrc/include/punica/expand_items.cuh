@@ -26,6 +26,7 @@ struct Cut {
 // Every share is cut into as many items as fill the grid once, or up to eight times where that leaves fewer blocks idle: lane k rates k + 1 waves by
 // the rounds that a block makes over the packs of its items, and one more for each item. Items have a pack for each warp, in rounds as full as can be;
 // counted for the tile that has the fewest shares.
+template <int kWarps>
 __device__ inline Cut make_cut(ExpandParams const& params, WorkList const& work) {
   constexpr int kMostWaves = 8;
   constexpr int kCostBits = 26;
@@ -33,7 +34,7 @@ __device__ inline Cut make_cut(ExpandParams const& params, WorkList const& work)
   int const shares = max(1, work.num_shares);
   int const least = max(1, work.least_shares);
   int const blocks = gridDim.x;
-  int const round = least * kExpandWarps * (least == 1 ? 2 : 1);  // units of a round; such tiles have packs of two units
+  int const round = least * kWarps * (least == 1 ? 2 : 1);  // units of a round; such tiles have packs of two units
   int const wanted = max(1, quotient((static_cast<int>(threadIdx.x) % kMostWaves + 1) * blocks, shares));
   int const rounds = quotient(units + round * wanted - 1, round * wanted);
   int const items = quotient(units + round * rounds - 1, round * rounds);

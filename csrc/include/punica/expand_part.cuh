@@ -8,8 +8,6 @@
 
 namespace punica {
 
-constexpr int kWarpRows = 16;  // rows of the tensor core's tile
-
 // Warps that share a part's columns have the same rows; tiles of more than sixteen rows are dealt out to two or four groups of them.
 struct WarpPlace {
   int first_row;
@@ -24,67 +22,6 @@ struct WarpPlace {
     packs_a_step = kExpandWarps >> log2_groups;
   }
 };
-
-// The tensor core's tile has sixteen rows. Where the step's are fewer they hold several units: with U units in a pack, unit u has the rows
-// 16 u / U and on, whose low-rank numbers are zero where a lane's weights belong to another unit. As many as lora_rank leaves lanes for and rows
-// leave room for.
-__device__ inline int log2_pack_of(int row_count, int lora_rank) {
-  if (row_count <= 4 && lora_rank <= 8) return 2;
-  return row_count <= 8 && lora_rank <= 16 ? 1 : 0;
-}
-
-// Sums the splits of v for the part's rows into `hidden` [row_count, kHiddenPitch], rounded to T, zero from lora_rank to the end of its chunk. Four lanes
-// share a float4: lane i takes the splits i, i + 4, ..., and the four sums are added in a fixed order.
-template <typename T>
-__device__ inline void gather_hidden(T* hidden, HiddenSource const& source, Part<T> const& part) {
-  constexpr int kAtOnce = 2;  // float4s of a lane group
-  constexpr int kSplitsAtOnce = 4;
-  constexpr int kGroups = kExpandThreads / 4;
-  int const first_split = threadIdx.x % 4;
-  int const quads = part.chunks * (kChunk / 4);  // of a row
-  int const count = part.row_count * quads;
-#pragma unroll 1
-  for (int start = threadIdx.x / 4; start < round_up(count, kGroups); start += kAtOnce * kGroups) {
-    float4 sum[kAtOnce];
-    float const* from[kAtOnce];
-    int splits[kAtOnce];
-    int to[kAtOnce];
-    int ranks[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const index = start + i * kGroups;
-      int const t = quotient(index, quads);
-      int const r = (index - t * quads) * 4;
-      to[i] = index < count ? t * kHiddenPitch + r : -1;
-      ranks[i] = part.lora_rank - r;  // those of a last, partial quad were never written
-      splits[i] = index < count && ranks[i] > 0 ? source.splits : 0;
-      from[i] = source.v + t * source.row_pitch + r + first_split * source.split_pitch;
-      sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-#pragma unroll 1
-    for (int first = first_split; first < round_up(source.splits, 4); first += 4 * kSplitsAtOnce) {
-      float4 term[kAtOnce][kSplitsAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int j = 0; j < kSplitsAtOnce; ++j) term[i][j] = load_floats_if(first + 4 * j < splits[i], from[i] + 4 * j * source.split_pitch);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        from[i] += 4 * kSplitsAtOnce * source.split_pitch;
-#pragma unroll
-        for (int j = 0; j < kSplitsAtOnce; ++j)
-          sum[i] = make_float4(sum[i].x + term[i][j].x, sum[i].y + term[i][j].y, sum[i].z + term[i][j].z, sum[i].w + term[i][j].w);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float4 const all = quad_sum(sum[i]);
-      uint32_t const low = Convert<T>::pack(ranks[i] > 0 ? all.x : 0.f, ranks[i] > 1 ? all.y : 0.f);
-      uint32_t const high = Convert<T>::pack(ranks[i] > 2 ? all.z : 0.f, ranks[i] > 3 ? all.w : 0.f);
-      if (first_split == 0 && to[i] >= 0) *reinterpret_cast<uint2*>(hidden + to[i]) = make_uint2(low, high);
-    }
-  }
-}
 
 constexpr int kRunColumns = 32;  // of a unit, that a warp does at a time
 
@@ -143,21 +80,17 @@ struct WeightStream {
   }
 };
 
-// The rows of the step as the tensor core's row operand: tile rows g and g + 8 of a lane.
-struct TileRows {
-  uint32_t word[2][4];  // in the order of two instructions: k of g, of g + 8, the next k of g, of g + 8
-};
-
 template <typename T>
-__device__ inline TileRows load_tile_rows(Part<T> const& part, T const* hidden, int first_row, int chunk) {
+__device__ inline TileRows load_tile_rows(Part<T> const& part, Hidden<T> const& hidden, int first_row, int chunk) {
   int const lane = threadIdx.x % 32;
+  int const rank = chunk * kChunk + part.lane_k();
   TileRows out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int const tile_row = lane / 4 + half * 8;
     int const row = first_row + (tile_row & ((kWarpRows >> part.log2_pack) - 1));
-    uint4 const raw = *reinterpret_cast<uint4 const*>(hidden + row * kHiddenPitch + chunk * kChunk + part.lane_k());
-    Vec8 const words = tile_row >> (4 - part.log2_pack) == part.lane_unit() ? from_raw(raw) : zero8();
+    bool const own = tile_row >> (4 - part.log2_pack) == part.lane_unit();
+    Vec8 const words = hidden.load(own && row < part.row_count && rank < part.lora_rank, row, rank);
 #pragma unroll
     for (int k = 0; k < 4; ++k) out.word[k / 2][k % 2 * 2 + half] = words.word[k];
   }
@@ -184,8 +117,8 @@ struct RunOutput {
   Vec8 half[2];
 };
 
-// Where a lane's sums go. kOverwrite: what y held is not read.
-template <typename T, bool kAligned, bool kOverwrite>
+// Where a lane's sums go.
+template <typename T, bool kAligned>
 struct OutputStream {
   T* y;          // half 0, run 0
   int column;    // of the slice, likewise
@@ -214,7 +147,6 @@ struct OutputStream {
   }
 
   __device__ void load(RunOutput& out, int ahead) const {
-    if constexpr (kOverwrite) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       T const* const from = y + half * step + ahead;
@@ -236,8 +168,8 @@ struct OutputStream {
       if (valid <= 0) continue;
       float out[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] = (kOverwrite ? 0.f : get<T>(held.half[half], i)) + scale * sums.d[i / 2][half * 2 + i % 2];
-      if constexpr (kAffine && !kOverwrite) affine.apply(out, column + half * columns + ahead, valid);
+      for (int i = 0; i < 8; ++i) out[i] = get<T>(held.half[half], i) + scale * sums.d[i / 2][half * 2 + i % 2];
+      if constexpr (kAffine) affine.apply(out, column + half * columns + ahead, valid);
       store8<T, kAligned>(y + half * step + ahead, out, valid);
     }
   }
@@ -278,17 +210,17 @@ __device__ inline void load_first(WarpWeights& weights, WeightStream<T, kAligned
 
 // Sums of run `kRun` of the warp's pack. Every buffer is reloaded as soon as it has been used, with what it holds next.
 template <Depth kDepth, bool kGeneral, int kRun, typename T, bool kAligned>
-__device__ inline RunSums run_sums(Part<T> const& part, WeightStream<T, kAligned> const& stream, WarpWeights& weights, TileRows const& only,
-                                   T const* hidden, int first_row, int columns) {
+__device__ inline RunSums run_sums(Part<T> const& part, WeightStream<T, kAligned> const& stream, WarpWeights& weights, TileRows const (&rows)[2],
+                                   Staged const& staged, int first_row, int columns) {
   RunSums sums;
   int const ahead = columns + kRun * kRunColumns;  // this run of the next pack
   if constexpr (kDepth == Depth::kOne) {
-    multiply_rows<T>(sums, only, weights.buffer[kRun][0]);
+    multiply_rows<T>(sums, rows[0], weights.buffer[kRun][0]);
     stream.template load<kGeneral>(weights.buffer[kRun][0], ahead, 0);
   } else if constexpr (kDepth == Depth::kTwo) {
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
-      multiply_rows<T>(sums, load_tile_rows(part, hidden, first_row, chunk), weights.buffer[kRun][chunk]);
+      multiply_rows<T>(sums, rows[chunk], weights.buffer[kRun][chunk]);
       stream.template load<kGeneral>(weights.buffer[kRun][chunk], ahead, chunk);
     }
   } else {
@@ -300,7 +232,11 @@ __device__ inline RunSums run_sums(Part<T> const& part, WeightStream<T, kAligned
       for (int i = 0; i < 4; ++i) {
         int const chunk = start + i;
         RunWeights& buffer = weights.buffer[i / 2][i % 2];
-        if (chunk < part.chunks) multiply_rows<T>(sums, load_tile_rows(part, hidden, first_row, chunk), buffer);
+        if (kGeneral && part.chunks <= 2) {
+          if (chunk < part.chunks) multiply_rows<T>(sums, rows[i % 2], buffer);
+        } else if (chunk < part.chunks) {
+          multiply_rows<T>(sums, staged.rows(part.chunks, first_row / kWarpRows, chunk), buffer);
+        }
         stream.template load<kGeneral>(buffer, from, last ? i : chunk + 4);
       }
     }
@@ -311,22 +247,21 @@ __device__ inline RunSums run_sums(Part<T> const& part, WeightStream<T, kAligned
 // A warp's packs, run by run.
 //
 // kGeneral: lora_rank may be no multiple of 8, and there may be a gain or a bias. What that takes would lengthen everyone's loop.
-template <Depth kDepth, bool kGeneral, typename T, bool kAligned, bool kOverwrite>
-__device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligned>& stream, OutputStream<T, kAligned, kOverwrite>& output,
-                                    Affine<T> const& affine, T const* hidden, int first_row, int columns, int left,
+template <Depth kDepth, bool kGeneral, typename T, bool kAligned>
+__device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligned>& stream, OutputStream<T, kAligned>& output,
+                                    Affine<T> const& affine, TileRows const (&rows)[2], Staged const& staged, int first_row, int columns, int left,
                                     WarpWeights& weights, RunOutput (&held)[kMaxHeld]) {
   constexpr int kRuns = kHeld<kDepth>;
 #pragma unroll
   for (int i = 2; i < kRuns; ++i) output.load(held[i], i / 2 * columns + i % 2 * kRunColumns);
-  TileRows const rows = load_tile_rows(part, hidden, first_row, 0);
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (int i = 0; i < kRuns; i += 2) {
-      RunSums const first = run_sums<kDepth, kGeneral, 0>(part, stream, weights, rows, hidden, first_row, columns);
+      RunSums const first = run_sums<kDepth, kGeneral, 0>(part, stream, weights, rows, staged, first_row, columns);
       output.template store<kGeneral>(first, held[i], part.scale, affine, 0);
       output.load(held[i], kRuns / 2 * columns);
-      RunSums const second = run_sums<kDepth, kGeneral, 1>(part, stream, weights, rows, hidden, first_row, columns);
+      RunSums const second = run_sums<kDepth, kGeneral, 1>(part, stream, weights, rows, staged, first_row, columns);
       output.template store<kGeneral>(second, held[i + 1], part.scale, affine, kRunColumns);
       output.load(held[i + 1], kRuns / 2 * columns + kRunColumns);
       stream.column += columns;
@@ -337,41 +272,57 @@ __device__ inline void expand_packs(Part<T> const& part, WeightStream<T, kAligne
   }
 }
 
-// make_source: gives the HiddenSource; what it takes is computed while the first weights are on their way.
-template <typename T, bool kAligned, bool kOverwrite, typename MakeSource>
-__device__ inline void expand_part(Part<T> const& part, Affine<T> const& affine, MakeSource make_source, int64_t y_stride, T* hidden,
+// kSummed: shrink has summed the splits.
+template <typename T, bool kAligned, bool kSummed>
+__device__ inline void expand_part(Part<T> const& part, Affine<T> const& affine, Hidden<T> const& hidden, int64_t y_stride, Staged& staged,
                                    bool& must_wait) {
   WarpPlace const place(part.row_count);
   int const first_column = (part.first_unit + (place.first_pack << part.log2_pack)) * kWarpColumns;
   int const end_column = min(part.width, part.end_unit * kWarpColumns);
   int const columns = (place.packs_a_step << part.log2_pack) * kWarpColumns;
-  bool const general = part.lora_rank % 8 != 0 || (!kOverwrite && (affine.gain_offset >= 0 || affine.bias_offset >= 0));
+  bool const general = part.lora_rank % 8 != 0 || affine.gain_offset >= 0 || affine.bias_offset >= 0;
   Depth const depth = general ? Depth::kMany : depth_of(part.chunks);
   WeightStream<T, kAligned> stream(part, first_column, end_column);
-  OutputStream<T, kAligned, kOverwrite> output(part, y_stride, place.first_row, first_column, end_column);
+  OutputStream<T, kAligned> output(part, y_stride, place.first_row, first_column, end_column);
   WarpWeights weights;
   RunOutput held[kMaxHeld] = {};
   load_first(weights, stream, depth);
-  HiddenSource const source = make_source();
   if (must_wait) wait_for_previous();
   must_wait = false;
   output.load(held[0], 0);
   output.load(held[1], kRunColumns);
-  __syncthreads();  // the part before has been read
-  gather_hidden(hidden, source, part);
-  __syncthreads();
+  TileRows rows[2];
+  if (!kSummed || part.chunks > 2) {
+    __syncthreads();  // the part before has been read
+    if constexpr (kSummed) {
+      staged.fill<kExpandThreads>(hidden, part);
+    } else {
+      staged.sum<kExpandThreads>(hidden, part);
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    if constexpr (kSummed) {
+      if (part.chunks <= 2) rows[chunk] = load_tile_rows(part, hidden, place.first_row, chunk);
+    } else {
+      int const existing = chunk < part.chunks ? chunk : 0;
+      rows[chunk] = part.log2_pack > 0 ? staged.packed_rows(part, place.first_row, existing)
+                                       : staged.rows(part.chunks, place.first_row / kWarpRows, existing);
+    }
+  }
   int const left = place.first_row < part.row_count ? end_column - first_column : 0;
   if (left <= 0) return;
   if (depth == Depth::kOne) {
-    expand_packs<Depth::kOne, false>(part, stream, output, affine, hidden, place.first_row, columns, left, weights, held);
+    expand_packs<Depth::kOne, false>(part, stream, output, affine, rows, staged, place.first_row, columns, left, weights, held);
   } else if (depth == Depth::kTwo) {
-    expand_packs<Depth::kTwo, false>(part, stream, output, affine, hidden, place.first_row, columns, left, weights, held);
+    expand_packs<Depth::kTwo, false>(part, stream, output, affine, rows, staged, place.first_row, columns, left, weights, held);
   } else if (!general) {
-    expand_packs<Depth::kMany, false>(part, stream, output, affine, hidden, place.first_row, columns, left, weights, held);
+    expand_packs<Depth::kMany, false>(part, stream, output, affine, rows, staged, place.first_row, columns, left, weights, held);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) stream.mask(weights.buffer[i / 2][i % 2], i);
-    expand_packs<Depth::kMany, true>(part, stream, output, affine, hidden, place.first_row, columns, left, weights, held);
+    expand_packs<Depth::kMany, true>(part, stream, output, affine, rows, staged, place.first_row, columns, left, weights, held);
   }
 }
 

@@ -47,6 +47,9 @@ enum PlanHeader : int {
 
 constexpr int kHeaderWords = 12;
 
+// The last words of a plan are counters, zero between kernels: of the splits that are done of a shrink unit in one slice.
+constexpr int kNumCounters = 4096;
+
 // Blocks a multiprocessor. Steps of very few rows leave room for the next kernel's blocks, which then prepare while this one runs.
 inline int shrink_blocks_per_sm(int num_rows) { return num_rows <= 16 ? 1 : 2; }
 
@@ -60,13 +63,17 @@ struct Tables {
   int slot_stride;
 };
 
-// fp32 partial sums [splits, T, slices, rank pitch of the plan]; split_count() says how many splits are used. There is room for
-// max_rank in place of the pitch, so that the room does not depend on who takes part in a step and what is moved does.
+// What shrink leaves. Either the low-rank rows [T, slices, rank pitch of the plan], of the arena's dtype and zero from lora_rank to the next multiple
+// of 8, with partial sums behind them that nobody reads; or, if they are not `summed`, only the partial sums. There is room for max_rank in place of the pitch, so that
+// the room does not depend on who takes part in a step and what is moved does.
 struct Scratch {
-  float* v;
+  void* hidden;
+  float* parts;    // [splits, T, slices, rank pitch]; split_count() says how many splits are used
+  int* counters;   // [kNumCounters]
   int num_rows;
   int max_splits;  // how many fit
   int num_blocks;  // of shrink: work items that run at once
+  bool summed;
 };
 
 struct LaunchConfig {

@@ -68,6 +68,12 @@ __device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint
   }
 }
 
+// What the thread has written is seen by whoever sees what it writes afterwards.
+__device__ inline void fence() { __threadfence(); }
+
+// Adds one; returns what it was.
+__device__ inline int count(int* counter) { return atomicAdd(counter, 1); }
+
 __device__ inline unsigned warp_min(unsigned value) { return __reduce_min_sync(~0u, value); }
 
 __device__ inline float shuffle_xor(float value, int distance) { return __shfl_xor_sync(~0u, value, distance); }

@@ -1,6 +1,7 @@
 // v = x A^T: every row of the step onto the low rank of its adapter, for all slices of a group.
 //
-// One work item is (unit, slice, split): at most 64 rows of one segment, a chunk of the lora_rank, a range of I. The ranks are
+// One work item is (unit, slice, split): at most 64 rows of one segment, a chunk of the lora_rank, a range of I. Whoever is the last of a unit and
+// slice sums their splits, unless that is left to expand. The ranks are
 // the rows of the tensor-core tile and the step's rows its columns, so that one row wastes nothing but tensor-core time,
 // of which there is plenty, and A goes from memory to registers in 16-byte loads that are already in operand order.
 #pragma once
@@ -42,6 +43,8 @@ struct ShrinkItem {
   int rank_pitch;
   int slice;
   int split;
+  int splits;
+  int counter;     // of the unit in this slice
   int first_step;  // steps of kStepColumns: [first_step, end_step)
   int end_step;
 };
@@ -102,8 +105,72 @@ __device__ inline void load_x(ShrinkOperands<Tile>& operands, ShrinkParams const
     }
 }
 
-// Sums the warps' partial tiles in a fixed order and stores them to the item's split of v.
-template <typename Tile>
+// Where a row's ranks from the item's first on lie among `row_start ...`, in elements.
+__device__ inline int64_t hidden_offset(ShrinkParams const& params, ShrinkItem const& item, int t) {
+  int64_t const row = static_cast<int64_t>(item.row_start + t) * params.tables.slices + item.slice;
+  return row * item.rank_pitch + item.rank_start;
+}
+
+// Stores four ranks of the result, those from `valid` on as zeros.
+template <typename T>
+__device__ inline void store_hidden(ShrinkParams const& params, int64_t offset, float4 sum, int valid) {
+  float4 const kept = first_ranks(sum, valid);
+  uint2 const words = make_uint2(Convert<T>::pack(kept.x, kept.y), Convert<T>::pack(kept.z, kept.w));
+  *reinterpret_cast<uint2*>(static_cast<T*>(params.scratch.hidden) + offset) = words;
+}
+
+// Calls visit(t, r) for every row of the item and every fourth rank of its chunk, up to lora_rank rounded up to 8.
+template <typename Tile, typename Visit>
+__device__ inline void for_each_quad(ShrinkItem const& item, int lora_rank, Visit visit) {
+  constexpr int kQuads = Tile::kRanks / 4;
+  int const end = round_up(lora_rank, kRowAlignment) - item.rank_start;
+#pragma unroll 1
+  for (int index = threadIdx.x; index < item.row_count * kQuads; index += kShrinkThreads) {
+    int const r = index % kQuads * 4;
+    if (r < end) visit(index / kQuads, r);
+  }
+}
+
+// Whether the item is the last of its unit and slice. All that the others have stored is visible then.
+__device__ inline bool is_last(ShrinkParams const& params, ShrinkItem const& item) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    fence();
+    int* const counter = params.scratch.counters + item.counter;
+    last = count(counter) == item.splits - 1;
+    if (last) *counter = 0;
+    fence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// Sums the splits of a unit in a fixed order.
+template <typename T, typename Tile>
+__device__ inline void sum_splits(ShrinkParams const& params, ShrinkItem const& item, int lora_rank) {
+  constexpr int kAtOnce = 8;
+  Scratch const& scratch = params.scratch;
+  int64_t const pitch = static_cast<int64_t>(scratch.num_rows) * params.tables.slices * item.rank_pitch;
+  for_each_quad<Tile>(item, lora_rank, [&](int t, int r) {
+    int64_t const offset = hidden_offset(params, item, t) + r;
+    float const* from = scratch.parts + offset;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int first = 0; first < item.splits; first += kAtOnce) {
+      float4 term[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) term[i] = load_floats_if(first + i < item.splits, from + i * pitch);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sum = added(sum, term[i]);
+      from += kAtOnce * pitch;
+    }
+    store_hidden<T>(params, offset, sum, lora_rank - item.rank_start - r);
+  });
+}
+
+// Sums the warps' partial tiles in a fixed order; the splits of a unit too, if expand does not, and this is the last of them.
+template <typename T, typename Tile>
 __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRowTiles][4], float* buffer,
                                         ShrinkParams const& params, ShrinkItem const& item, int lora_rank, int first_row) {
   int const lane = threadIdx.x % 32;
@@ -120,17 +187,20 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
       }
   __syncthreads();
   Scratch const& scratch = params.scratch;
-  for (int index = threadIdx.x; index < Tile::kRows * Tile::kRanks; index += kShrinkThreads) {
-    int const t = index / Tile::kRanks;
-    int const r = index % Tile::kRanks;
-    if (t >= item.row_count || item.rank_start + r >= lora_rank) continue;
-    float sum = 0.f;
+  int64_t const split = static_cast<int64_t>(item.split) * scratch.num_rows * params.tables.slices * item.rank_pitch;
+  for_each_quad<Tile>(item, lora_rank, [&](int t, int r) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int group = 0; group < Tile::kColumnGroups; ++group)
-      sum += buffer[(group * Tile::kRows + t) * Tile::kPitch + r];
-    int64_t const row = static_cast<int64_t>(item.split) * scratch.num_rows + item.row_start + t;
-    scratch.v[(row * params.tables.slices + item.slice) * item.rank_pitch + item.rank_start + r] = sum;
-  }
+      sum = added(sum, *reinterpret_cast<float4 const*>(buffer + (group * Tile::kRows + t) * Tile::kPitch + r));
+    int64_t const offset = hidden_offset(params, item, t) + r;
+    if (scratch.summed && item.splits == 1) {
+      store_hidden<T>(params, offset, sum, lora_rank - item.rank_start - r);
+    } else {
+      *reinterpret_cast<float4*>(scratch.parts + split + offset) = sum;
+    }
+  });
+  if (scratch.summed && item.splits > 1 && is_last(params, item)) sum_splits<T, Tile>(params, item, lora_rank);
   __syncthreads();
 }
 
@@ -165,12 +235,12 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
             mma_16x8x32<T>(acc[m][n], operands.a[u][half][m][0], operands.a[u][half][m][1], operands.x[u][half][n]);
   }
   if (must_wait) wait_and_release(params);  // this warp had no step
-  reduce_and_store<Tile>(acc, buffer, params, item, record.lora_rank, first_row);
+  reduce_and_store<T, Tile>(acc, buffer, params, item, record.lora_rank, first_row);
 }
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_constant__ ShrinkParams params) {
-  __shared__ float buffer[kShrinkFloats];
+  __shared__ __align__(16) float buffer[kShrinkFloats];
   if (!params.beside) start_next();
   bool must_wait = true;
   Tables const& tables = params.tables;
@@ -180,6 +250,8 @@ __global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_
   for (int index = blockIdx.x; index < work.num_units * tables.slices * splits; index += gridDim.x) {
     ShrinkItem item;
     item.split = index % splits;
+    item.splits = splits;
+    item.counter = index / splits;
     item.slice = index / splits % tables.slices;
     int4 const unit = load_item(tables.plan, work.units_offset, index / splits / tables.slices);
     TableRecord const record = load_record(tables, item.slice, unit.z);

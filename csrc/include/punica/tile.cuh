@@ -79,6 +79,13 @@ __device__ inline void mma_16x8x32(float (&d)[4], Vec8 const& top, Vec8 const& b
   mma_16x8x16<T>(d, top.word[2], bottom.word[2], top.word[3], bottom.word[3], column.word[2], column.word[3]);
 }
 
+__device__ inline float4 added(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The first `valid` of four sums, zeros for the rest.
+__device__ inline float4 first_ranks(float4 sum, int valid) {
+  return make_float4(valid > 0 ? sum.x : 0.f, valid > 1 ? sum.y : 0.f, valid > 2 ? sum.z : 0.f, valid > 3 ? sum.w : 0.f);
+}
+
 // Words kNumShrinkUnits .. kRankPitch of a plan.
 struct WorkList {
   int num_units;
@@ -111,18 +118,19 @@ __device__ inline int4 load_item(int32_t const* plan, int offset, int index) {
 constexpr int kMaxSplits = 16;
 constexpr int kMinSplitColumns = 512;  // one step of each warp of a shrink block
 
-// How many splits of the in_features axis shrink writes and expand sums. Both call this, so it may depend only on what both
+// How many splits of the in_features axis shrink sums apart. If expand adds them, both call this, so it may depend only on what both
 // know. Every lane of a warp must call it: lane s - 1 rates s splits by the number of waves and the length of each, with
 // what an item costs beside its columns expressed in columns, and the cheapest wins, the fewest splits first.
 __device__ inline int split_count(Scratch const& scratch, int num_units, int slices, int in_features) {
   constexpr int kItemOverhead = 256;
+  constexpr int kSumOverhead = 2048;  // of the block that is the last of a unit
   constexpr int kCostBits = 26;
   int const splits = static_cast<int>(threadIdx.x % 32) + 1;
-  int const longest = max(1, in_features / kMinSplitColumns);
+  int const longest = num_units * slices <= kNumCounters ? max(1, in_features / kMinSplitColumns) : 1;
   unsigned rated = ~0u;
   if (splits <= min(min(kMaxSplits, longest), max(1, scratch.max_splits))) {
     int const waves = quotient(num_units * slices * splits + scratch.num_blocks - 1, scratch.num_blocks);
-    unsigned const cost = static_cast<unsigned>(waves) * (quotient(in_features, splits) + kItemOverhead);
+    unsigned const cost = static_cast<unsigned>(waves) * (quotient(in_features, splits) + kItemOverhead) + (scratch.summed && splits > 1 ? kSumOverhead : 0);
     rated = min(cost, (1u << kCostBits) - 1) << 5 | splits;
   }
   return warp_min(rated) & 31;

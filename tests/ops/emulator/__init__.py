@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from punica_core.ops.layout import RECORD_WORDS
+from punica_core.ops.layout import NUM_COUNTERS, RECORD_WORDS
 from tests.support.lora_batch import LoraBatch
 
 MAX_SLICES = 4
@@ -28,10 +28,13 @@ class _Tables(ctypes.Structure):
 
 class _Scratch(ctypes.Structure):
     _fields_ = (
-        ("v", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
         ("max_splits", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
+        ("summed", ctypes.c_bool),
     )
 
 
@@ -72,23 +75,32 @@ class EmulatedKernels:
         self._library = ctypes.CDLL(str(library))
         self._num_sms = num_sms
 
-    def apply(self, batch: LoraBatch, y: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+    def apply(
+        self, batch: LoraBatch, y: Tensor | None = None, *, summed: bool = False, overwrite: bool = False
+    ) -> Tensor:
         """As ``LoraBatch.apply``, with kernels in the place of the ops. Raises RuntimeError if a launch fails."""
         out = batch.y.clone() if y is None else y
+        batch.v.fill_(torch.nan)
         bf16 = int(out.dtype == torch.bfloat16)
         slices = len(batch.out_features)
         rows = len(batch.x)
+        plan = batch.plan.plan
         tables = _Tables(
             batch.arena.buffer.data_ptr(),
             batch.table.data_ptr(),
-            batch.plan.plan.data_ptr(),
+            plan.data_ptr(),
             slices,
             batch.table.stride(0) // RECORD_WORDS,
             batch.table.stride(1) // RECORD_WORDS,
         )
-        splits = batch.v.numel() // (rows * slices * batch.max_rank)
+        split = rows * slices * batch.max_rank
+        summed = summed or overwrite
+        first_part = split // 2 if summed else 0
+        splits = (batch.v.numel() - first_part) // split
         num_blocks = self._num_sms * (1 if rows <= 16 else 2)
-        scratch = _Scratch(batch.v.data_ptr(), rows, splits, num_blocks)
+        parts = batch.v[first_part:].data_ptr()
+        counters = plan[len(plan) - NUM_COUNTERS :]
+        scratch = _Scratch(batch.v.data_ptr(), parts, counters.data_ptr(), rows, splits, num_blocks, summed)
         shrink = _ShrinkParams(tables, scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
         self._check(self._library.shrink(bf16, ctypes.byref(shrink), self._num_sms))
         expand = _ExpandParams(tables, scratch, out.data_ptr(), out.stride(0), batch.x.size(1))

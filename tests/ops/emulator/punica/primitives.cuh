@@ -193,6 +193,9 @@ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t 
   std::copy(sums.begin(), sums.end(), d);
 }
 
+inline void fence() {}
+inline int count(int* counter) { return (*counter)++; }
+
 inline unsigned warp_min(unsigned value) {
   return emulator::with_warp({value, 0, 0, 0, 0, 0}, [](auto const& lanes) {
     unsigned least = ~0u;
