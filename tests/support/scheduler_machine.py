@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import FinishReason, NewSequence
 from punica_core.scheduler.pacing import Pacer, StepSizes
-from punica_core.scheduler.plan import StepPlan, StepResult, StepWork
+from punica_core.scheduler.plan import RowPlan, StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Sequence, Status
 from tests.support.residency import adapter_ref
 from tests.support.scheduling import (
@@ -139,8 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = self.rig.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.rows) <= limits.max_num_seqs
-        scored = [row for row in plan.rows if row.sequence.sampling.prompt_logprobs is not None]
-        assert sum(row.count for row in scored if row.start + 1 < row.sequence.num_prompt) <= MAX_SCORED
+        assert sum(map(_num_scored, plan.rows)) <= MAX_SCORED
         ids = [row.sequence.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids)
         assert [row.slot for row in plan.rows] == sorted(row.slot for row in plan.rows)
@@ -148,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             last_input = row.sequence.num_prompt + max(row.sequence.sampling.max_tokens - 1, 0)
             assert row.start + row.count <= last_input, "a row behind the end of its sequence"
             assert row.pending <= bool(self.steps), "nothing is in flight that could sample the pending token"
-        self._work_is_counted_and_keeps_the_pace(plan)
+        self._work_is_counted_and_keeps_the_pace(plan, waiting)
         if plan.rows or not self.steps:  # a step without rows only lets time pass
             self.steps.append(self.rig.model.launch(plan))
 
@@ -271,13 +270,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for sequence in passed.intersection(insisting):
                     assert sequence.adapter == started.adapter or not self._asked_for_room(sequence), "room was taken"
 
-    def _work_is_counted_and_keeps_the_pace(self, plan: StepPlan) -> None:
-        """Prompts beside a stream are as few and as short as the runner likes them."""
+    def _work_is_counted_and_keeps_the_pace(self, plan: StepPlan, waiting: list[Sequence]) -> None:
+        """Prompts beside a stream are as few and as short as the runner likes them; one that comes back in this step,
+        with all but its last token found in the cache, is no stream yet."""
         prompts = [row for row in plan.rows if row.count > 1]
         num_rows = sum(row.count for row in prompts)
         attended = sum(sum(range(row.start + 1, row.start + row.count + 1)) for row in prompts)
         assert plan.work == StepWork(len(plan.rows) - len(prompts), num_rows, len(prompts), attended)
-        has_stream = any(row.start >= row.sequence.num_prompt for row in plan.rows if row.count == 1)
+        old = [row for row in plan.rows if row.sequence not in waiting]
+        has_stream = any(row.start >= row.sequence.num_prompt for row in old if row.count == 1)
         if self.paced and has_stream:
             assert num_rows <= STEP_SIZES.prompt_rows[-1], "streams wait for too long a prompt"
             assert len(prompts) <= (STEP_SIZES.max_prompts or 0), "streams wait for too many prompts"
@@ -304,6 +305,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         (entries,) = reports
         assert [entry.token_id for entry in entries] == request.prompt_ids[1:]
+
+
+def _num_scored(row: RowPlan) -> int:
+    """Tokens of a row that need logits each: those from the first on whose next token was not scored before."""
+    sequence = row.sequence
+    first, end = max(row.start, sequence.num_scored), row.start + row.count
+    is_scored = sequence.sampling.prompt_logprobs is not None and first + 1 < min(end + 1, sequence.num_prompt)
+    return end - first if is_scored else 0
 
 
 class AheadMachine(SchedulerMachine):
