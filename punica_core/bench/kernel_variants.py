@@ -7,6 +7,7 @@ A build that was measured before is given as the JSON file that has its name: ``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import subprocess
@@ -151,10 +152,12 @@ def measure_model() -> Times:
         want = [y.clone() for y in case.y]
         graphs.append(capture(case.early))
         wants = [want, want]
-        case.beside()
-        wants.append([y.clone() for y in case.y])
-        graphs.append(capture(case.beside))
-        names.append("beside")
+        for name, summed in (("beside", True), ("not summed", False)):
+            run = functools.partial(case.beside, summed=summed)
+            run()
+            wants.append([y.clone() for y in case.y])
+            graphs.append(capture(run))
+            names.append(name)
         for name, graph, expected in zip(names[1:], graphs[1:], wants, strict=True):
             for _ in range(3):
                 for y in case.y:

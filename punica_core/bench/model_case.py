@@ -173,13 +173,13 @@ class ModelCase:
                 main.wait_stream(side)
                 self._expand(layer, index)
 
-    def beside(self) -> None:
+    def beside(self, *, summed: bool = True) -> None:
         """Shrink beside the base product in one chain, then expand."""
         for layer in range(self.num_layers):
             for index in range(len(self.groups)):
-                self._shrink(layer, index, summed=True, beside=True)
+                self._shrink(layer, index, summed=summed, beside=True)
                 self._product(layer, index)
-                self._expand(layer, index, summed=True)
+                self._expand(layer, index, summed=summed)
 
     def ahead(self) -> None:
         """Shrink, expand, and the base product, which adds to what expand wrote, one after another."""

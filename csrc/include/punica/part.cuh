@@ -110,13 +110,17 @@ struct Staged {
       float4 sum[kAtOnce];
       float const* from[kAtOnce];
       int splits[kAtOnce];
+      int ranks[kAtOnce];
+      uint32_t* to[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         int const index = start + i * kGroups;
         int const row = quotient(index, quads);
-        int const rank = (index - row * quads) * 4;
-        splits[i] = index < count && rank < part.lora_rank ? hidden.splits : 0;
-        from[i] = hidden.parts + static_cast<int64_t>(row) * hidden.pitch + rank + first_split * hidden.split_pitch;
+        int const quad = index - row * quads;
+        ranks[i] = part.lora_rank - quad * 4;
+        splits[i] = index < count && ranks[i] > 0 ? hidden.splits : 0;
+        from[i] = hidden.parts + static_cast<int64_t>(row) * hidden.pitch + quad * 4 + first_split * hidden.split_pitch;
+        to[i] = word(part.chunks, row, quad / 8, row % 8 * 4 + quad / 2 % 4, quad % 2 * 2);
         sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       }
 #pragma unroll 1
@@ -135,14 +139,10 @@ struct Staged {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        int const index = start + i * kGroups;
-        int const row = quotient(index, quads);
-        int const quad = index - row * quads;
-        float4 const all = first_ranks(quad_sum(sum[i]), part.lora_rank - quad * 4);
-        if (first_split != 0 || index >= count) continue;
-        int const lane = row % 8 * 4 + quad / 2 % 4;
-        *word(part.chunks, row, quad / 8, lane, quad % 2 * 2) = Convert<T>::pack(all.x, all.y);
-        *word(part.chunks, row, quad / 8, lane, quad % 2 * 2 + 1) = Convert<T>::pack(all.z, all.w);
+        float4 const all = first_ranks(quad_sum(sum[i]), ranks[i]);
+        if (first_split != 0 || start + i * kGroups >= count) continue;
+        to[i][0] = Convert<T>::pack(all.x, all.y);
+        to[i][2] = Convert<T>::pack(all.z, all.w);  // two words of the other row are between
       }
     }
   }
