@@ -31,6 +31,9 @@ say) has their core make a step three to five times as long; threads that sleep 
 EXIT_SECONDS = 2.0
 """How long a worker that closed its socket may take to exit before it is killed, and to be gone after that."""
 
+STOP_SECONDS = 5.0
+"""How long a worker that is stopped may take to read what it was sent and to exit before it is killed."""
+
 SUBMIT_BYTES = protocol.MAX_FRAME_BYTES // 4
 """Bound on one Submit: a client may ask for many choices of a long prompt, and a frame has a limit."""
 
@@ -205,14 +208,10 @@ class WorkerClient:
         self._stopping = True
         self._send(protocol.Shutdown())
         if self._writer is not None:
-            with contextlib.suppress(ConnectionError):
-                await self._writer.drain()
-            self._writer.close()
-            with contextlib.suppress(ConnectionError):
-                await self._writer.wait_closed()
-        if self._process is not None and self._process.returncode is None:
+            self._writer.close()  # once all is sent, which a worker that hangs may never let happen
+        if self._process is not None:
             try:
-                await asyncio.wait_for(self._process.wait(), timeout=5.0)
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
             except TimeoutError:
                 self.kill()
                 await self._exit_code()
@@ -227,7 +226,7 @@ class WorkerClient:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, 9)
-        if self._writer is not None and not self._writer.is_closing():
+        if self._writer is not None:
             self._writer.transport.abort()
 
 

@@ -116,3 +116,21 @@ async def test_a_killed_worker_that_does_not_die_is_lost_all_the_same(monkeypatc
     assert immortal.pid is not None
     really_kill(immortal.pid, 9)
     await immortal.stop()
+
+
+async def test_a_worker_that_reads_nothing_any_more_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = protocol.encode(protocol.Ready(LAYOUT))
+    program = (
+        "import socket, sys, time; connection = socket.socket(fileno=int(sys.argv[2])); "
+        f"connection.sendall(bytes.fromhex({ready.hex()!r})); time.sleep(60)"
+    )
+    monkeypatch.setattr(client, "STOP_SECONDS", 0.2)
+    deaf = WorkerClient((sys.executable, "-c", program))
+    await deaf.start(EngineConfig(model="m"), lambda progress: None)
+    deaf.submit(sequences(500, 2000))  # more than a socket holds
+    async with asyncio.timeout(5):
+        await deaf.stop()
+        await deaf.stop()  # idempotent
+    assert deaf.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(deaf.pid, 0)
