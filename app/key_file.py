@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import yaml
@@ -18,12 +18,14 @@ from app.settings import YAML_VALUE_ERRORS
 from punica_core.errors import ConfigError
 
 MAX_FILE_BYTES = 4 * 2**20
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-NAME_RULE = "1 to 64 letters, digits, '.', '_' and '-' are expected"
+NAME = r"(?!pk-[A-Za-z0-9_-]{43}\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""Names are public: what `punica keys new` makes cannot be one, so that a key in a name's place is shown to nobody."""
+NAME_RULE = "1 to 64 letters, digits, '.', '_' and '-' are expected, and no key"
 
-_ENTRY_PATH = re.compile(r"\.keys\[(\d+)\]\.?([^`]*)`")
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`\Z")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(\w*)")
 
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^{NAME}\Z")]
 _Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
@@ -44,7 +46,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: Annotated[list[Entry], msgspec.Meta(min_length=1, max_length=10_000)]
+    keys: Annotated[list[Any], msgspec.Meta(min_length=1, max_length=10_000)]
 
 
 def read_entries(file: Path) -> list[Entry]:
@@ -56,11 +58,8 @@ def read_entries(file: Path) -> list[Entry]:
         raise wrong_file(f"Cannot read the keys in {file}: {error.strerror}.") from None
     if len(content) > MAX_FILE_BYTES:
         raise wrong_file(f"{file} has more than {MAX_FILE_BYTES} bytes.")
-    found = _parse(file, content)
-    try:
-        return msgspec.convert(found, _Document).keys
-    except msgspec.ValidationError as error:
-        raise wrong_file(f"{file}: {_complaint(str(error), found)}.") from None
+    found = _converted(file, _parse(file, content), _Document).keys
+    return [_converted(file, entry, Entry, number) for number, entry in enumerate(found, 1)]
 
 
 def entry_label(number: int, name: object) -> str:
@@ -99,23 +98,30 @@ def _place(mark: yaml.Mark | None) -> str:
     return f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
 
 
-def _complaint(error: str, found: Any) -> str:
-    """msgspec's error with the entry's number and name in place of a path."""
-    what, _, path = error.partition(" - at `$")
-    inside = _ENTRY_PATH.fullmatch(path)
-    if inside is None:
-        where, fields = path.strip(".`"), _Document.__struct_fields__
-    else:
-        index, field = int(inside[1]), inside[2]
-        entry = found["keys"][index]
-        where = entry_label(index + 1, entry.get("name") if isinstance(entry, dict) else None)
-        where, fields = f"{where}, {field}" if field else where, Entry.__struct_fields__
-        if field == "name" and "regex" in what:
-            what = NAME_RULE
-    unknown = _UNKNOWN_FIELD.fullmatch(what)
+def _converted(file: Path, found: Any, kind: type[_StructT], number: int | None = None) -> _StructT:
+    """number: of an entry."""
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        field, complaint = _complaint(str(error), kind.__struct_fields__)
+        places = [field] if field else []
+        if number is not None:
+            places.insert(0, entry_label(number, found.get("name") if isinstance(found, dict) else None))
+        raise wrong_file(f"{file}: {', '.join(places)}{': ' if places else ''}{complaint}.") from None
+
+
+def _complaint(error: str, known: tuple[str, ...]) -> tuple[str, str]:
+    """The field of msgspec's error, if it has one, and what is wrong."""
+    unknown = _UNKNOWN_FIELD.match(error)
     if unknown is not None:
-        meant = difflib.get_close_matches(unknown[1], fields, n=1, cutoff=0.7)
-        what = f"an unknown field; known ones are {', '.join(fields)}"
+        meant = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.7)
         if meant:
-            what = f"unknown field {unknown[1]!r} (did you mean {meant[0]!r}?)"
-    return f"{where}: {what}" if where else what
+            return "", f"unknown field {unknown[1]!r} (did you mean {meant[0]!r}?)"
+        return "", f"an unknown field; known ones are {', '.join(known)}"
+    path = _PATH.search(error)
+    if path is None:
+        return "", error
+    if path[1]:
+        return "", "a field's name that is not text"
+    what, field = error[: path.start()], path[2]
+    return field, NAME_RULE if field == "name" and "regex" in what else what

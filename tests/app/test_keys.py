@@ -22,6 +22,7 @@ from app.keys import ApiKey, KeyLimits, KeyStore, hash_of, read_keys
 from punica_core.errors import ConfigError, InvalidApiKey
 
 ACME, OTHER = "acme-secret-1", "other-secret-2"
+LIKE_OURS = "pk-" + "SECRET".ljust(43, "x")
 
 
 def bearer(token: str) -> list[bytes]:
@@ -213,6 +214,13 @@ def test_no_token_is_kept(file: Path) -> None:
         ("keys: [{name: a, key: !!timestamp SECRETSECRET}]", "cannot read"),
         ("keys: [{name: a, key: !!int ''}]", "cannot read"),
         ("\x00", "not valid YAML"),
+        ("keys: !!set {SECRETSECRET}", "entry 1: Expected `object`, got `str`"),
+        ("keys: !!pairs [name: SECRETSECRET]", "entry 1: Expected `object`, got `array`"),
+        ("keys: [{name: a, 5: SECRETSECRET}]", r"entry 1 \('a'\): a field's name that is not text"),
+        ("5: SECRETSECRET", "yaml: a field's name that is not text"),
+        ("keys: [{name: a, '` - at `$.keys[7].SECRETSECRET': 1}]", r"entry 1 \('a'\): an unknown field"),
+        ("'` - at `$.keys[7].SECRETSECRET': 1", "yaml: an unknown field"),
+        (f"keys: [{{name: {LIKE_OURS}, key: acme}}]", "entry 1, name: .*, and no key"),
     ],
 )
 def test_a_wrong_file_is_refused_by_place_and_never_repeats_a_key(tmp_path: Path, text: str, complaint: str) -> None:
@@ -221,6 +229,15 @@ def test_a_wrong_file_is_refused_by_place_and_never_repeats_a_key(tmp_path: Path
     assert "keys.yaml" in caught.value.message
     assert "SECRET" not in caught.value.message
     assert "1234567890" not in caught.value.message
+
+
+def test_a_key_of_ours_is_no_name_but_most_that_resembles_one_is(tmp_path: Path) -> None:
+    token = keys_module.new_token()
+    with pytest.raises(ConfigError, match="no key"):
+        read_keys(write(tmp_path, f"keys: [{{name: {token}, key: {ACME}}}]"))
+    for name in ("pk-acme", token[:-1], f"{token}x", f"a{token}"):
+        ((_, key),) = read_keys(write(tmp_path, f"keys: [{{name: {name}, key: {ACME}}}]"))
+        assert key.name == name
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -277,7 +294,9 @@ async def test_a_changed_file_is_read_again_and_revoked_keys_are_refused(
     assert OTHER not in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["keys: [{name: a, key: SECRETSECRET", "keys: !!bool SECRETSECRET"])
+@pytest.mark.parametrize(
+    "wrong", ["keys: [{name: a, key: SECRETSECRET", "keys: !!bool SECRETSECRET", "keys: !!set {SECRETSECRET}"]
+)
 async def test_a_wrong_new_file_changes_nothing_and_is_told_once(
     file: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
