@@ -25,6 +25,9 @@ ENV_PREFIX = "PUNICA_"
 YAML_VALUE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What YAML's constructors raise, besides its own errors, for values that are not of the type they are tagged with."""
 
+_YAML_SIGIL = re.compile(r"\b(alias|anchor|tag handle|tag) (['\"]).*\2.*", re.DOTALL)
+"""The end of YAML's errors that repeat what stands behind a `*`, `&` or `!`, which may be the rest of a secret."""
+
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
@@ -209,7 +212,10 @@ def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"
+    problem = _YAML_SIGIL.sub(
+        r"\1; a text that begins with '*', '&' or '!' needs quotes", str(getattr(error, "problem", error))
+    )
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def _from_environment(environ: Mapping[str, str], overridden: typing.Collection[str]) -> dict[str, Any]:

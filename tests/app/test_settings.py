@@ -174,6 +174,27 @@ def test_a_file_that_is_no_yaml_is_told_by_line_and_column(tmp_path: Path) -> No
         load({}, {}, file)
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("*SECRET", "alias"),
+        ("!SECRET", "tag"),
+        ("!SECRET-'x'", "tag"),
+        ("!S!ECRET", "tag handle"),
+        ("!!SECRET x", "tag"),
+    ],
+)
+def test_an_unquoted_key_that_yaml_takes_for_something_else_is_not_repeated(
+    value: str, what: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "punica.yaml"
+    file.write_text(f"port: 1\napi_key: {value}\n")
+    complaint = rf"line 2, column 10: [\w ]+ {what}; a text that begins with '\*', '&' or '!' needs quotes\.$"
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load({}, {}, file)
+    assert "ECRET" not in caught.value.message
+
+
 @pytest.mark.parametrize("value", ["!!bool SECRET", "!!timestamp SECRET", "!!int ''", "2001-99-99"])
 def test_a_value_that_its_tag_does_not_fit_is_refused_and_not_repeated(tmp_path: Path, value: str) -> None:
     file = tmp_path / "punica.yaml"
