@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from punica_core.ops import build, plan
+from punica_core.ops.layout import NUM_COUNTERS
 
 SLOT_RANK = torch.tensor([16, 1, 0, 64, 200, 33, 256, 8], dtype=torch.int32)
 MAX_SEGMENTS = 40
@@ -81,8 +82,9 @@ def test_a_rank_that_is_too_large_is_returned_as_its_negative() -> None:
         ([0, 2], [8], CAPACITY, "slot 8"),
         ([0, 2], [0, 1], CAPACITY, "one entry more"),
         ([0, 64], [4], 60, "60 words"),
+        ([0, 64], [4], 60 + NUM_COUNTERS, f"{60 + NUM_COUNTERS} words"),
     ],
-    ids=["order", "start", "slot", "count", "capacity"],
+    ids=["order", "start", "slot", "count", "no room for counters", "room for the segments only"],
 )
 def test_what_is_wrong_is_named_and_nothing_behind_the_plan_is_written(indptr, slots, words, message) -> None:
     storage = blank()
@@ -90,6 +92,19 @@ def test_what_is_wrong_is_named_and_nothing_behind_the_plan_is_written(indptr, s
     with pytest.raises(RuntimeError, match=message):
         plan.build_plan(storage[:words], *arguments)
     assert (storage[words:] == -7).all()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("builder", [plan.build_plan, plan._reference_plan])
+@pytest.mark.parametrize("runs", [[(40, 3), (9, 0)], [(40, 3), (70, -1)]], ids=["units last", "blanks last"])
+def test_a_plan_reaches_to_its_counters_and_no_farther(builder, runs) -> None:
+    arguments = (*columns(runs), SLOT_RANK, 256)
+    used = builder(blank(), *arguments)
+    words = blank()[: used + NUM_COUNTERS]
+    assert builder(words, *arguments) == used
+    assert (words[used:] == -7).all()
+    with pytest.raises(RuntimeError, match=f"does not fit {len(words) - 1} words"):
+        builder(blank()[: len(words) - 1], *arguments)
 
 
 @pytest.mark.usefixtures("compiled")

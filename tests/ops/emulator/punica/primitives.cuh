@@ -141,7 +141,6 @@ bool run_block(Call<Params> const& call, int threads) {
 inline void __syncthreads() { emulator::meet(emulator::block->all, static_cast<int>(emulator::block->fibers.size())); }
 inline void __syncwarp() { emulator::meet_warp(); }
 inline float __uint_as_float(uint32_t word) { return std::bit_cast<float>(word); }
-inline float4 __ldcg(float4 const* pointer) { return *pointer; }
 inline long long __ldcg(long long const* pointer) { return *pointer; }
 inline int __ldcg(int const* pointer) { return *pointer; }
 
