@@ -111,7 +111,7 @@ void lora_expand(Tensor y, Tensor v, Tensor arena, Tensor table, Tensor plan, st
   params.y = y.data_ptr();
   params.y_stride = y.stride(0);
   params.in_features = to_int(in_features);
-  STD_TORCH_CHECK(summed || !overwrite, "overwrite needs rows that shrink has summed");
+  STD_TORCH_CHECK(summed || !overwrite, "overwrite needs rows that lora_shrink has summed");
   params.overwrite = overwrite;
   STD_TORCH_CHECK(static_cast<int>(out_features.size()) == params.tables.slices, "out_features must name every slice");
   int column = 0;

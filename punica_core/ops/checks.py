@@ -103,6 +103,7 @@ def check_expand(
         lambda: f"out_features {list(out_features)} must name {table.size(0)} slices that add up to {y.size(1)}",
     )
     torch._check(in_features >= 1, lambda: f"in_features must be positive, got {in_features}")
+    torch._check(summed or not overwrite, lambda: "overwrite needs rows that lora_shrink has summed")
     _check_scratch(v, y.size(0), table.size(0), max_rank)
 
 

@@ -120,7 +120,8 @@ def lora_expand(
     x: Tensor | None = None,
     overwrite: bool = False,
 ) -> None:
-    check_expand(y, v, arena, table, plan, out_features, in_features, max_rank)
+    sizes = (out_features, in_features, max_rank)
+    check_expand(y, v, arena, table, plan, *sizes, summed=summed, overwrite=overwrite)
     hidden = _scratch(v, y.size(0), table.size(0), plan)
     if overwrite:
         y.zero_()

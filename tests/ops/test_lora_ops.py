@@ -280,8 +280,19 @@ def test_segment_gemm_applies_each_segments_own_matrix(device, dtype, in_feature
 
 
 @targets
-@pytest.mark.parametrize("op", ["lora_shrink", "lora_expand", "lora_embed", "segment_gemm"])
-def test_opcheck(device, dtype, op) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("lora_shrink", {}),
+        ("lora_shrink", {"summed": True, "beside": True}),
+        ("lora_expand", {}),
+        ("lora_expand", {"summed": True, "overwrite": True}),
+        ("lora_embed", {}),
+        ("segment_gemm", {}),
+    ],
+    ids=["shrink", "shrink, summed", "expand", "expand, overwriting", "embed", "gemm"],
+)
+def test_opcheck(device, dtype, op, options) -> None:
     batch = make_batch(rows_of([3, 5], base_rows=1), ranks=[8], dtype=dtype, device=device)
     common = (batch.arena.buffer, batch.table, batch.plan.plan)
     tokens = torch.zeros(9, dtype=torch.int64, device=device)
@@ -292,7 +303,7 @@ def test_opcheck(device, dtype, op) -> None:
         "lora_embed": (batch.v, tokens, *common, batch.max_rank),
         "segment_gemm": (batch.y.contiguous(), batch.x[:, :8].contiguous(), *common),
     }[op]
-    torch.library.opcheck(getattr(torch.ops.punica, op), arguments)
+    torch.library.opcheck(getattr(torch.ops.punica, op), arguments, options)
 
 
 @pytest.mark.parametrize(
@@ -320,3 +331,13 @@ def test_wrong_arguments_are_named(change, message) -> None:
     }
     with pytest.raises(RuntimeError, match=message):
         ops.lora_shrink(**(arguments | change(batch)))
+
+
+@targets
+def test_rows_that_are_not_summed_cannot_be_written(device, dtype) -> None:
+    batch = make_batch(rows_of([3]), ranks=[8], dtype=dtype, device=device)
+    arguments = (batch.v, batch.arena.buffer, batch.table, batch.plan.plan, batch.out_features, 64, batch.max_rank)
+    before = batch.y.clone()
+    with pytest.raises(RuntimeError, match="overwrite needs rows that lora_shrink has summed"):
+        ops.lora_expand(batch.y, *arguments, overwrite=True)
+    assert torch.equal(batch.y, before)
