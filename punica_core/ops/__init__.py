@@ -44,12 +44,13 @@ def lora_shrink(
 ) -> None:
     """Project each row onto the low rank of its adapter, for all slices of a fused group.
 
-    **Semantics**: ``v[rows, s, :R] = x[rows] @ A[s, slot].T`` for each segment (rows, slot) and slice s, in fp32.
+    **Semantics**: ``v[rows, s, :R] = x[rows] @ A[s, slot].T`` for each segment (rows, slot) and slice s, added in fp32.
 
-    ``v`` (mutated) is fp32 scratch of at least ``T*slices*max_rank`` elements, seen as ``[splits, T, slices, P]``
-    with ``P`` the plan's :attr:`~punica_core.ops.layout.Header.RANK_PITCH`, at most max_rank. An implementation may
-    leave the sum in several parts, as many as fit with max_rank for P; only ``lora_expand`` called with the same x
-    width, table, plan, max_rank and ``summed`` knows how many. Nothing else of v is defined afterwards.
+    ``v`` (mutated) is scratch of at least ``T*slices*max_rank`` floats, seen as ``[splits, T, slices, P]`` with ``P``
+    the plan's :attr:`~punica_core.ops.layout.Header.RANK_PITCH`, at most max_rank. An implementation may leave the sum
+    in several parts, as many as fit with max_rank for P, or with ``summed`` the whole of it rounded to the arena's
+    dtype; only ``lora_expand`` called with the same x width, table, plan, max_rank and ``summed`` knows. Nothing else
+    of v is defined afterwards.
 
     Args:
         v: fp32 ``[numel]``, numel >= T*slices*max_rank; ``layout.scratch_elements`` says how much is best.

@@ -74,7 +74,7 @@ class Header(IntEnum):
     LEAST_SHARES = 8
     """Of a tile; 0 without tiles."""
     RANK_PITCH = 9
-    """The largest lora_rank of the step's adapters, rounded up to ROW_ALIGNMENT: floats between two slices of v."""
+    """The largest lora_rank of the step's adapters, rounded up to ROW_ALIGNMENT: elements between two slices of v."""
     NUM_BLANKS = 10
     BLANK_OFFSET = 11
 

@@ -31,7 +31,7 @@ _TALL_ROWS = 64
 _SHORT_SEGMENT = 32
 """Rows of the longest segment that is cut into short tiles."""
 MAX_DECODE_ROWS = 256
-"""Steps of more rows take the kernels for prompts; lora_expand counts on tiles of at most 16 rows in others."""
+"""Steps of more rows are mostly prompts and have tiles of up to 64 rows; others have more tiles, of at most 16."""
 
 _LIBRARY = torch.library.Library("punica", "FRAGMENT")
 

@@ -40,7 +40,7 @@ enum PlanHeader : int {
   kNumExpandShares = 6,
   kExpandOffset = 7,
   kLeastShares = 8,  // of a tile
-  kRankPitch = 9,    // floats between two slices of v
+  kRankPitch = 9,    // elements between two slices of what shrink leaves
   kNumBlanks = 10,   // tiles of rows without lora_rank
   kBlankOffset = 11,
 };
@@ -64,8 +64,8 @@ struct Tables {
 };
 
 // What shrink leaves. Either the low-rank rows [T, slices, rank pitch of the plan], of the arena's dtype and zero from lora_rank to the next multiple
-// of 8, with partial sums behind them that nobody reads; or, if they are not `summed`, only the partial sums. There is room for max_rank in place of the pitch, so that
-// the room does not depend on who takes part in a step and what is moved does.
+// of 8, with partial sums behind them that no other kernel reads; or, if they are not `summed`, only the partial sums. There is room for max_rank in
+// place of the pitch, so that the room does not depend on who takes part in a step and what is moved does.
 struct Scratch {
   void* hidden;
   float* parts;    // [splits, T, slices, rank pitch]; split_count() says how many splits are used

@@ -13,7 +13,7 @@ constexpr int kItemWords = 4;
 constexpr int kShrinkChunkTall = 32;   // lora_rank columns of a shrink unit of any longer segment
 constexpr int kShareBytes = 64;        // that an output column of an expand share moves
 constexpr int kShortRows = 8;          // heights of tiles
-constexpr int kMiddleRows = 16;        // at most, in steps of few rows: lora_expand counts on it
+constexpr int kMiddleRows = 16;        // at most, in steps of few rows: more tiles for the whole GPU to work on
 constexpr int kShortSegment = 32;      // rows of the longest segment that is cut into short tiles
 
 enum class PlanError : int {
