@@ -72,6 +72,10 @@ def wrong_file(message: str) -> ConfigError:
     return ConfigError(message, param="api_keys_file")
 
 
+class _FieldTwice(yaml.MarkedYAMLError):
+    """YAML forbids it; PyYAML takes the last, so that a second `keys:` would revoke all of the first."""
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """mark: where the value begins that was made last, or could not be."""
 
@@ -81,6 +85,15 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         self.mark = node.start_mark
         return super().construct_object(node, deep)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for name, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise _FieldTwice(problem_mark=name.start_mark)
+                seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
 
 def _parse(file: Path, content: bytes) -> Any:
     loader = None
@@ -88,7 +101,8 @@ def _parse(file: Path, content: bytes) -> Any:
         loader = _Loader(content)
         return loader.get_single_data()
     except yaml.YAMLError as error:
-        raise wrong_file(f"{file} is not valid YAML{_place(getattr(error, 'problem_mark', None))}.") from None
+        what = "gives a field twice" if isinstance(error, _FieldTwice) else "is not valid YAML"
+        raise wrong_file(f"{file} {what}{_place(getattr(error, 'problem_mark', None))}.") from None
     except YAML_VALUE_ERRORS:  # such as a date that does not exist, or `!!bool maybe`
         place = _place(loader.mark if loader is not None else None)
         raise wrong_file(f"{file} has a value that YAML cannot read{place}.") from None

@@ -214,6 +214,8 @@ def test_no_token_is_kept(file: Path) -> None:
         ("keys: [{name: a, key: !!timestamp SECRETSECRET}]", "cannot read"),
         ("keys: [{name: a, key: !!int ''}]", "cannot read"),
         ("\x00", "not valid YAML"),
+        ("keys: [{name: a, key: SECRETSECRET, key: b}]", r"gives a field twice \(line 1, column 37\)"),
+        ("keys:\n- {name: a, key: SECRETSECRET}\nkeys:\n- {name: b, key: SECRETSECRE2}", r"twice \(line 3, column 1\)"),
         ("keys: !!set {SECRETSECRET}", "entry 1: Expected `object`, got `str`"),
         ("keys: !!pairs [name: SECRETSECRET]", "entry 1: Expected `object`, got `array`"),
         ("keys: [{name: a, 5: SECRETSECRET}]", r"entry 1 \('a'\): a field's name that is not text"),
@@ -229,6 +231,15 @@ def test_a_wrong_file_is_refused_by_place_and_never_repeats_a_key(tmp_path: Path
     assert "keys.yaml" in caught.value.message
     assert "SECRET" not in caught.value.message
     assert "1234567890" not in caught.value.message
+
+
+def test_entries_may_share_and_replace_what_one_says(tmp_path: Path) -> None:
+    text = (
+        f"keys: [&a {{name: a, key: {ACME}, admin: true}}, &b {{<<: *a, name: b, key: {OTHER}}}, "
+        "{<<: *b, name: c, key: third-key}]"
+    )
+    keys = [key for _, key in read_keys(write(tmp_path, text))]
+    assert [(key.name, key.admin) for key in keys] == [("a", True), ("b", True), ("c", True)]
 
 
 def test_a_key_of_ours_is_no_name_but_most_that_resembles_one_is(tmp_path: Path) -> None:
