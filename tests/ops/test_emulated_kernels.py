@@ -1,4 +1,4 @@
-"""The logic of shrink and expand, run on the CPU: see ``tests/ops/emulator``."""
+"""The logic of shrink, embed and expand, run on the CPU: see ``tests/ops/emulator``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from punica_core.ops.build import source_directory
+from punica_core.ops.layout import Field
 from tests.ops.emulator import KERNELS, EmulatedKernels
 from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, check_applied, check_overwritten, make_batch, rows_of
@@ -75,6 +76,31 @@ def test_scratch_is_touched_as_far_as_the_ranks_of_the_step_need(library, summed
         touched = int(share * split) * 8 // 256
         assert room[touched:].isnan().all()
         assert room.numel() == 0 or not room[:touched].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+def test_embed_looks_tokens_up(library, dtype, ids) -> None:
+    vocab = 37
+    batch = make_batch(
+        rows_of([4, 3, 20, 2], base_rows=1),
+        ranks=[5, 16, 70, 8],
+        in_features=vocab,
+        out_features=(72,),
+        dtype=dtype,
+        missing=[(3, 0)],
+    )
+    for slot, (weights,) in batch.adapters.items():  # A as the kernel wants it: [V, R]
+        if weights is not None:
+            start = int(batch.tables.records[0, slot, Field.A_OFFSET])
+            batch.arena.buffer[start : start + weights.a.numel()] = weights.a.T.reshape(-1)
+    tokens = torch.arange(len(batch.x), dtype=ids) * 7 % vocab
+    kernels = EmulatedKernels(library)
+    got = kernels.embed(batch, tokens)
+    batch.x = torch.eye(vocab, dtype=dtype)[tokens.long()]
+    check_applied(batch, got)
+    with pytest.raises(AssertionError):
+        check_applied(batch, kernels.embed(batch, tokens.flip(0).contiguous()))
 
 
 def test_records_may_lie_slot_by_slot_or_module_by_module(library) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,6 +50,15 @@ class _ShrinkParams(ctypes.Structure):
     )
 
 
+class _EmbedParams(ctypes.Structure):
+    _fields_ = (
+        ("tables", _Tables),
+        ("scratch", _Scratch),
+        ("token_ids", ctypes.c_void_p),
+        ("ids_are_64_bit", ctypes.c_bool),
+    )
+
+
 class _ExpandParams(ctypes.Structure):
     _fields_ = (
         ("tables", _Tables),
@@ -64,7 +74,7 @@ class _ExpandParams(ctypes.Structure):
 
 
 class EmulatedKernels:
-    """shrink and expand of a batch whose tensors lie on the CPU.
+    """shrink, embed and expand of a batch whose tensors lie on the CPU. Raise RuntimeError if a launch fails.
 
     Args:
         library: what `tests.support.emulation` made of KERNELS.
@@ -78,42 +88,61 @@ class EmulatedKernels:
     def apply(
         self, batch: LoraBatch, y: Tensor | None = None, *, summed: bool = False, overwrite: bool = False
     ) -> Tensor:
-        """As ``LoraBatch.apply``, with kernels in the place of the ops. Raises RuntimeError if a launch fails."""
-        out = batch.y.clone() if y is None else y
+        """As ``LoraBatch.apply``, with kernels in the place of the ops."""
+        places = (_tables(batch), self._scratch(batch, summed=summed or overwrite))
+        shrink = _ShrinkParams(*places, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
+        self._run(self._library.shrink, batch, shrink)
+        return self._expand(batch, places, batch.y.clone() if y is None else y, batch.x.size(1), overwrite=overwrite)
+
+    def embed(self, batch: LoraBatch, token_ids: Tensor) -> Tensor:
+        """A copy of y with what the adapters add to the embeddings of `token_ids`, int32 or int64 [T]."""
+        places = (_tables(batch), self._scratch(batch, summed=True))
+        embed = _EmbedParams(*places, token_ids.data_ptr(), token_ids.dtype == torch.int64)
+        self._run(self._library.embed, batch, embed)
+        return self._expand(batch, places, batch.y.clone(), 1)
+
+    def _scratch(self, batch: LoraBatch, *, summed: bool) -> _Scratch:
         batch.v.fill_(torch.nan)
-        bf16 = int(out.dtype == torch.bfloat16)
-        slices = len(batch.out_features)
-        rows = len(batch.x)
-        plan = batch.plan.plan
-        tables = _Tables(
-            batch.arena.buffer.data_ptr(),
-            batch.table.data_ptr(),
-            plan.data_ptr(),
-            slices,
-            batch.table.stride(0) // RECORD_WORDS,
-            batch.table.stride(1) // RECORD_WORDS,
-        )
-        split = rows * slices * batch.max_rank
-        summed = summed or overwrite
+        rows, plan = len(batch.x), batch.plan.plan
+        split = rows * len(batch.out_features) * batch.max_rank
         first_part = split // 2 if summed else 0
         splits = (batch.v.numel() - first_part) // split
         num_blocks = self._num_sms * (1 if rows <= 16 else 2)
+        counters = plan[len(plan) - NUM_COUNTERS :].data_ptr()
         parts = batch.v[first_part:].data_ptr()
-        counters = plan[len(plan) - NUM_COUNTERS :]
-        scratch = _Scratch(batch.v.data_ptr(), parts, counters.data_ptr(), rows, splits, num_blocks, summed)
-        shrink = _ShrinkParams(tables, scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
-        self._check(self._library.shrink(bf16, ctypes.byref(shrink), self._num_sms))
-        expand = _ExpandParams(tables, scratch, out.data_ptr(), out.stride(0), batch.x.size(1))
+        return _Scratch(batch.v.data_ptr(), parts, counters, rows, splits, num_blocks, summed)
+
+    def _expand(
+        self,
+        batch: LoraBatch,
+        places: tuple[_Tables, _Scratch],
+        y: Tensor,
+        in_features: int,
+        *,
+        overwrite: bool = False,
+    ) -> Tensor:
+        expand = _ExpandParams(*places, y.data_ptr(), y.stride(0), in_features)
         expand.overwrite = overwrite
         column = units = 0
         for index, width in enumerate(batch.out_features):
             units += -(-width // 64)
             expand.widths[index], expand.columns[index], expand.unit_end[index] = width, column, units
             column += width
-        self._check(self._library.expand(bf16, ctypes.byref(expand), self._num_sms))
-        return out
+        self._run(self._library.expand, batch, expand)
+        return y
 
-    @staticmethod
-    def _check(error: int) -> None:
+    def _run(self, launch: Callable[..., int], batch: LoraBatch, params: ctypes.Structure) -> None:
+        error = launch(int(batch.y.dtype == torch.bfloat16), ctypes.byref(params), self._num_sms)
         if error:
             raise RuntimeError(f"launch failed with CUDA error {error}")
+
+
+def _tables(batch: LoraBatch) -> _Tables:
+    return _Tables(
+        batch.arena.buffer.data_ptr(),
+        batch.table.data_ptr(),
+        batch.plan.plan.data_ptr(),
+        len(batch.out_features),
+        batch.table.stride(0) // RECORD_WORDS,
+        batch.table.stride(1) // RECORD_WORDS,
+    )
