@@ -98,7 +98,8 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"The chat template is broken at line {error.lineno}: {error.message}.") from None
+            problem = str(error.message).rstrip(".")
+            raise ConfigError(f"The chat template is broken at line {error.lineno}: {problem}.") from None
         except (SyntaxError, ValueError, RecursionError) as error:  # of the program that jinja makes of it
             raise ConfigError(f"The chat template cannot be compiled: {error}.") from None
 

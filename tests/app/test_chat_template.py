@@ -164,6 +164,8 @@ def test_a_variable_repeated_for_each_message_has_an_end() -> None:
 def test_a_broken_template_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("\n{% for %}", {})
+    with pytest.raises(ConfigError, match=r"No filter named 'none_such'\.$"):
+        ChatTemplate("{{ messages|none_such }}", {})
 
 
 @pytest.mark.parametrize(
