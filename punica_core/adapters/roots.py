@@ -37,7 +37,9 @@ class AdapterRoots:
                 param="lora_path",
             )
         if not 0 < len(path) <= MAX_PATH_LENGTH or "\0" in path:
-            raise InvalidRequest(f"lora_path must have 1 to {MAX_PATH_LENGTH} characters, none of them NUL.", param="lora_path")
+            raise InvalidRequest(
+                f"lora_path must have 1 to {MAX_PATH_LENGTH} characters, none of them NUL.", param="lora_path"
+            )
         # joining an absolute path gives that path
         places = [os.path.realpath(os.path.join(root, path)) for root in self._roots]
         allowed = [place for place in places if self._split(place) is not None]
