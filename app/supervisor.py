@@ -3,7 +3,8 @@
     STARTING ──ready──▶ READY ──lost / stalled──▶ RESTARTING ──ready──▶ READY          any ──stop──▶ STOPPED
 
 While RESTARTING new work is refused at once (503 with Retry-After) rather than queued: a model takes seconds to minutes
-to load, and clients' SDKs retry by themselves. The first start is different: its failure is the caller's.
+to load, and clients' SDKs retry by themselves. A restart that takes longer than `stall_timeout` and than ten times the
+slowest start is given up for another. The first start is different: its failure, and its length, are the caller's.
 
 A stall is a step that takes longer than `stall_timeout` and than ten times the slowest step seen; it counts from the
 step's start, so a long queue or an idle engine is never one. An idle worker is pinged now and then; one that does not
@@ -121,6 +122,7 @@ class Supervisor:
         self._stall = StallClock(stall_timeout)
         self._stalled = False
         self._ready_at = 0.0
+        self._start_bound = stall_timeout
         self._backoff = FIRST_BACKOFF
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -170,6 +172,7 @@ class Supervisor:
         await self._end_life()
 
     async def _start_life(self) -> EngineLayout:
+        began = self._clock()
         client = self._client = self._connect()
         client.set_handlers(self._handle_event, self._handle_loss)
         try:
@@ -178,10 +181,21 @@ class Supervisor:
             await self._end_life()
             raise
         self._ready_at = self._clock()
+        self._start_bound = max(self._start_bound, STALL_FACTOR * (self._ready_at - began))
         self._stall, self._stalled = StallClock(self._stall_timeout, self._ready_at), False
         self._state = State.READY
         self._on_ready(layout)
         return layout
+
+    async def _start_in_time(self) -> None:
+        """Another life. Raises WorkerLost also if it is not ready in time; the next one gets twice as long."""
+        bound = self._start_bound
+        try:
+            async with asyncio.timeout(bound):
+                await self._start_life()
+        except TimeoutError:
+            self._start_bound = 2 * bound
+            raise WorkerLost(f"It was not ready within {bound:.1f} s.") from None
 
     async def _end_life(self) -> None:
         client, self._client = self._client, None
@@ -210,7 +224,7 @@ class Supervisor:
             await asyncio.sleep(self._backoff)
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
             try:
-                await self._start_life()
+                await self._start_in_time()
             except (PunicaError, OSError) as error:
                 log.error("The engine did not start: %s Next attempt in %.1f s.", error, self._backoff)
             else:

@@ -261,6 +261,42 @@ async def test_restarts_back_off_until_one_succeeds(monkeypatch: pytest.MonkeyPa
     assert all(engine.stopped for engine in engines)
 
 
+class SlowToStart(FakeEngine):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    async def start(self, *arguments: Any) -> Any:
+        await asyncio.sleep(self._seconds)
+        return await super().start(*arguments)
+
+
+async def test_a_restart_that_hangs_is_given_up_for_another(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [SlowToStart(seconds) for seconds in (0.0, 60.0, 60.0, 0.0)]
+    left = iter(engines)
+    watched = Watched(lambda: next(left), stall_timeout=0.1)
+    await watched.supervisor.start()
+    engines[0].lose()
+    async with asyncio.timeout(10):
+        await watched.until(lambda: watched.lives == 2)
+    await watched.supervisor.stop()
+    assert all(engine.stopped for engine in engines)
+    complaints = [record.getMessage() for record in caplog.records if "not ready" in record.getMessage()]
+    assert ["within 0.1 s" in complaints[0], "within 0.2 s" in complaints[1]] == [True, True]
+    assert len(watched.losses) == 1
+
+
+async def test_a_restart_may_take_ten_times_as_long_as_a_start_took() -> None:
+    engines = [SlowToStart(seconds) for seconds in (0.1, 0.3)]
+    left = iter(engines)
+    watched = Watched(lambda: next(left), stall_timeout=0.01)
+    await watched.supervisor.start()
+    engines[0].lose()
+    await watched.until(lambda: watched.lives == 2)
+    assert not engines[1].stopped
+    await watched.supervisor.stop()
+
+
 async def test_the_first_start_is_not_repeated() -> None:
     engines: list[FakeEngine] = []
 
