@@ -150,7 +150,7 @@ class DeviceRunner:
         order = LoRAOrder.NONE if self._lora is None else self._lora.order(batch.row_slots)
         if captured is None or self.graphs is None:
             return batch, self._run(batch, order, with_vocabulary)
-        cut = False not in self.graphs.sizes.cuts(captured) or self._attention.wants_cut(batch.attention)
+        cut = False not in self.graphs.sizes.cuts(captured, order) or self._attention.wants_cut(batch.attention)
         self._begin(batch, cut)
         return batch, self.graphs.replay(GraphKey(captured, order, cut))
 

@@ -67,15 +67,17 @@ class GraphSizes:
         found += [mixed_sizes(size, rows) for size in self.mixed for rows in self.prompt_rows]
         return sorted(found, key=lambda sizes: -sizes.num_rows)
 
-    def cuts(self, step: BatchSizes) -> tuple[bool, ...]:
+    def cuts(self, step: BatchSizes, order: LoRAOrder) -> tuple[bool, ...]:
         """How a step is captured: with the contexts of its decode rows in pieces (True), and whole (False)."""
         has_whole = step.num_decode > 0 and (self.whole_mixed or step.num_prompts == 0)
-        return (True, False) if has_whole else (True,)
+        # Few adapters keep large steps from the order ahead: their graphs are worth little of the start.
+        is_rare = order is LoRAOrder.BESIDE and LoRAOrder.AHEAD in lora_orders(step.num_rows)
+        return (True, False) if has_whole and not is_rare else (True,)
 
     def keys(self, step: BatchSizes, *, lora: bool) -> list[GraphKey]:
         """The graphs of a step. lora: there may be adapters."""
         orders = lora_orders(step.num_rows, lora=lora)
-        return [GraphKey(step, order, cut) for cut in self.cuts(step) for order in orders]
+        return [GraphKey(step, order, cut) for order in orders for cut in self.cuts(step, order)]
 
     def step_sizes(self) -> StepSizes:
         """The same for who plans steps."""

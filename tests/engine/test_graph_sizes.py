@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from punica_core.engine.graphs import MAX_PROMPTS, GraphSizes, mixed_sizes
@@ -62,9 +60,10 @@ def test_every_step_that_can_be_chosen_is_captured_and_none_exceeds_the_largest(
 @pytest.mark.parametrize("whole_mixed", [False, True])
 def test_decode_rows_are_captured_both_ways_beside_prompts_only_if_asked(whole_mixed: bool) -> None:
     sizes = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=whole_mixed)
-    assert sizes.cuts(BatchSizes(32)) == (True, False)
-    assert sizes.cuts(mixed_sizes(32, 64)) == ((True, False) if whole_mixed else (True,))
-    assert sizes.cuts(mixed_sizes(0, 64)) == (True,), "no decode rows, no contexts of theirs"
+    for order in (LoRAOrder.BESIDE, LoRAOrder.NONE):
+        assert sizes.cuts(BatchSizes(32), order) == (True, False)
+        assert sizes.cuts(mixed_sizes(32, 64), order) == ((True, False) if whole_mixed else (True,))
+        assert sizes.cuts(mixed_sizes(0, 64), order) == (True,), "no decode rows, no contexts of theirs"
     beside = sum(1 for step in sizes.steps() if step.num_decode and step.num_prompts)
     assert beside == 4 * 6
     assert sizes.num_graphs(lora=False) == 2 * len(sizes.decode) + 5 * 6 + (beside if whole_mixed else 0)
@@ -76,11 +75,20 @@ def test_there_is_a_graph_of_every_order_that_a_step_may_need(whole_mixed: bool)
     keys = {step: sizes.keys(step, lora=True) for step in sizes.steps()}
     for step, each in keys.items():
         orders = {*LoRAOrder} if step.num_rows > 256 else {LoRAOrder.BESIDE, LoRAOrder.NONE}
-        assert {(key.order, key.cut) for key in each} == set(itertools.product(orders, sizes.cuts(step)))
+        assert {(key.order, key.cut) for key in each} == {(o, cut) for o in orders for cut in sizes.cuts(step, o)}
         assert all(key.sizes == step for key in each)
-        assert [key.order for key in sizes.keys(step, lora=False)] == [LoRAOrder.NONE] * len(sizes.cuts(step))
+        base = [(key.order, key.cut) for key in sizes.keys(step, lora=False)]
+        assert base == [(LoRAOrder.NONE, cut) for cut in sizes.cuts(step, LoRAOrder.NONE)]
     assert {len({key.order for key in each}) for each in keys.values()} == {2, 3}
     assert sizes.num_graphs(lora=True) == len({key for each in keys.values() for key in each})
+
+
+def test_large_steps_behind_the_base_product_are_captured_with_contexts_in_pieces_only() -> None:
+    sizes = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=True)
+    large, small = mixed_sizes(32, 256), mixed_sizes(32, 192)
+    assert sizes.cuts(large, LoRAOrder.BESIDE) == (True,)
+    assert sizes.cuts(large, LoRAOrder.AHEAD) == sizes.cuts(large, LoRAOrder.NONE) == (True, False)
+    assert sizes.cuts(small, LoRAOrder.BESIDE) == (True, False)
 
 
 def test_without_graphs_nothing_fits() -> None:
