@@ -7,9 +7,9 @@ to load, and clients' SDKs retry by themselves. A restart that takes longer than
 slowest start is given up for another. The first start is different: its failure, and its length, are the caller's.
 
 A stall is a step that takes longer than `stall_timeout` and than ten times the slowest step seen; it counts from the
-step's start, so a long queue or an idle engine is never one. An idle worker is pinged now and then; one that does not
-say anything to that, or to new work, for as long has stalled too. A stalled worker is killed, which is a loss like any
-other.
+step's start, so a long queue or an idle engine is never one. An idle worker that does not say anything to new work for
+as long has stalled too, and so has one that is pinged, now and then, and says nothing for `stall_timeout`: it has no
+step to finish. A stalled worker is killed, which is a loss like any other.
 """
 
 from __future__ import annotations
@@ -53,16 +53,20 @@ class StallClock:
         self._shortest_bound = shortest_bound
         self._step_started_at: float | None = None
         self._asked_at: float | None = None  # when an idle engine was given work, or pinged, that it has not answered
+        self._only_pinged = False
         self._heard_at = now
         self._slowest = 0.0
 
     @property
     def bound(self) -> float:
-        """How long a step may take now."""
+        """How long a step, or an answer, may take now."""
+        if self._only_pinged:
+            return self._shortest_bound
         return max(self._shortest_bound, STALL_FACTOR * self._slowest)
 
     def on_submit(self, now: float) -> None:
         """Work was handed over."""
+        self._only_pinged = False
         if self._step_started_at is None and self._asked_at is None:
             self._asked_at = now
 
@@ -70,12 +74,12 @@ class StallClock:
         """Whether an idle engine has said nothing for so long that it is to be pinged now. That counts as asked."""
         if self._step_started_at is not None or self._asked_at is not None or now - self._heard_at < PING_SECONDS:
             return False
-        self._asked_at = now
+        self._asked_at, self._only_pinged = now, True
         return True
 
     def on_event(self, event: Event, now: float) -> None:
         """A step started, ended (outputs), or the engine is idle."""
-        self._asked_at, self._heard_at = None, now
+        self._asked_at, self._only_pinged, self._heard_at = None, False, now
         if isinstance(event, StepStarted):
             self._step_started_at = now if event.busy else None
         elif isinstance(event, Outputs) and self._step_started_at is not None:

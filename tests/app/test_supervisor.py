@@ -144,6 +144,23 @@ async def test_a_worker_that_freezes_while_idle_is_replaced_before_anybody_needs
     assert frozen not in children()
 
 
+@pytest.mark.parametrize("has_work", [False, True])
+async def test_a_slow_step_before_does_not_keep_a_frozen_idle_worker(has_work: bool) -> None:
+    engine, now = FakeEngine(auto=False), [0.0]
+    engine.deaf = True
+    watched = Watched(lambda: engine, clock=lambda: now[0])
+    await watched.supervisor.start()
+    engine.emit(Outputs([], StepStats(slowest_step_seconds=30.0)))
+    now[0] += supervisor_module.PING_SECONDS
+    await watched.until(lambda: engine.num_pings == 1)
+    if has_work:
+        watched.submit(7)
+    now[0] += 61.0
+    await asyncio.sleep(1.5)  # a look or two
+    assert engine.killed is not has_work
+    await watched.supervisor.stop()
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_an_idle_worker_that_is_slow_to_answer_lives_on(answers: bool) -> None:
     engine, now = FakeEngine(auto=False), [0.0]
@@ -347,6 +364,23 @@ def test_only_an_idle_engine_that_was_silent_for_a_while_is_pinged_and_once() ->
     assert not stall.should_ping(now=1060.0), "a step has its own clock"
     stall.on_event(StepStarted(busy=False), now=1061.0)
     assert stall.should_ping(now=1071.0)
+
+
+def test_a_slow_step_gives_work_more_time_and_a_ping_none() -> None:
+    stall = StallClock(30.0)
+    stall.on_event(Outputs([], StepStats(slowest_step_seconds=8.0)), now=1000.0)
+    stall.on_submit(now=1000.0)
+    assert stall.seconds_left(now=1000.0) == 80.0
+    stall.on_event(StepStarted(busy=False), now=1001.0)
+    assert stall.should_ping(now=1011.0)
+    assert (stall.seconds_left(now=1011.0), stall.bound) == (30.0, 30.0)
+    stall.on_submit(now=1031.0)  # what it may do now takes as long as a step
+    assert stall.seconds_left(now=1031.0) == 60.0
+    stall.on_event(StepStarted(busy=False), now=1032.0)
+    assert stall.should_ping(now=1042.0)
+    stall.on_event(Outputs(), now=1043.0)
+    stall.on_submit(now=1044.0)
+    assert stall.seconds_left(now=1044.0) == 80.0, "the ping was answered"
 
 
 def test_the_stall_bound_is_ten_times_the_slowest_step() -> None:
