@@ -30,7 +30,6 @@ MAX_RANK: Final = 256
 
 EXPAND_SHARE_BYTES: Final = 64
 """Bytes that one output column of a share moves: of B, and of y read and written."""
-MAX_EXPAND_SHARES: Final = (2 * MAX_RANK + 4 * 64) // EXPAND_SHARE_BYTES
 
 SHRINK_CHUNK_SHORT: Final = 16
 """lora_rank columns of a shrink unit of a segment of at most 8 rows."""

@@ -16,7 +16,6 @@ from punica_core.ops.layout import (
     EXPAND_SHARE_BYTES,
     HEADER_WORDS,
     ITEM_WORDS,
-    MAX_EXPAND_SHARES,
     NUM_COUNTERS,
     SHRINK_CHUNK_SHORT,
     SHRINK_CHUNK_TALL,
@@ -65,8 +64,13 @@ def capacity(max_rows: int, max_segments: int, max_rank: int) -> int:
     """Words that the plan of any step of so many rows and segments fits in."""
     tiles = min(max_rows, max_segments + max_rows // _SHORT_ROWS)
     chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
-    items = tiles * ITEM_WORDS * (MAX_EXPAND_SHARES + chunks)
+    items = tiles * ITEM_WORDS * (most_shares(max_rank) + chunks)
     return HEADER_WORDS + 2 * max_segments + 2 * ITEM_WORDS + items + NUM_COUNTERS
+
+
+def most_shares(max_rank: int) -> int:
+    """Expand shares of the tile that has most, of lora_ranks up to ``max_rank``."""
+    return -(-(2 * row_pitch(max_rank) + 4 * _MIDDLE_ROWS) // EXPAND_SHARE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

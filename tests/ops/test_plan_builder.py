@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from punica_core.ops import build, plan
-from punica_core.ops.layout import NUM_COUNTERS
+from punica_core.ops.layout import NUM_COUNTERS, Header
 
 SLOT_RANK = torch.tensor([16, 1, 0, 64, 200, 33, 256, 8], dtype=torch.int32)
 MAX_SEGMENTS = 40
@@ -64,6 +64,17 @@ def test_plans_of_rows_are_equal_word_for_word(runs: list[tuple[int, int]]) -> N
     used = plan._reference_row_plan(want, rows, SLOT_RANK, MAX_SEGMENTS, 256)
     assert plan.build_row_plan(got, rows, SLOT_RANK, MAX_SEGMENTS, 256) == used
     assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("builder", [plan.build_plan, plan._reference_plan])
+@pytest.mark.parametrize(("rows", "tiles"), [(48, 3), (320, 5)], ids=["decode", "prompt"])
+def test_no_tile_has_more_shares_than_the_capacity_counts_with(builder, rows: int, tiles: int) -> None:
+    indptr, slot = torch.tensor([0, rows], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for rank in range(1, 257):
+        words = blank()
+        builder(words, indptr, slot, torch.tensor([rank], dtype=torch.int32), 256)
+        assert words[Header.NUM_EXPAND_SHARES] == tiles * plan.most_shares(rank)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from punica_core.lora.segments import SegmentPlan
-from punica_core.ops.layout import ITEM_WORDS, Header
+from punica_core.ops.layout import ITEM_WORDS, NUM_COUNTERS, Header
 
 SLOT_RANK = np.asarray([16, 1, 0, 64, 200, 33], np.int32)
 
@@ -14,6 +14,13 @@ SLOT_RANK = np.asarray([16, 1, 0, 64, 200, 33], np.int32)
 def items(plan: SegmentPlan, count: Header, offset: Header) -> np.ndarray:
     words = plan.plan.numpy()
     return words[words[offset] : words[offset] + ITEM_WORDS * words[count]].reshape(-1, ITEM_WORDS)
+
+
+def room(plan: SegmentPlan) -> int:
+    """Words between a plan and its counters."""
+    words = plan.plan.numpy()
+    used = words[Header.BLANK_OFFSET] + ITEM_WORDS * words[Header.NUM_BLANKS]
+    return len(words) - NUM_COUNTERS - int(used)
 
 
 segments = st.lists(st.tuples(st.integers(0, 150), st.integers(-1, len(SLOT_RANK) - 1)), min_size=1, max_size=12)
@@ -116,6 +123,23 @@ def test_the_worst_case_fits_the_capacity() -> None:
     lengths = np.asarray([9] * 99 + [4096 - 9 * 99])
     mixed.set_rows(np.repeat(np.arange(100, dtype=np.int32), lengths), np.full(100, 256, np.int32))
     assert mixed.num_rows == 4096
+
+
+@pytest.mark.parametrize("max_rank", [1, 8, 16, 33, 64, 96, 97, 256])
+@pytest.mark.parametrize(("segments", "length"), [(256, 1), (32, 8), (100, 9), (7, 33), (2, 500), (1, 1024)], ids=str)
+def test_steps_of_the_largest_rank_fit_the_capacity(segments: int, length: int, max_rank: int) -> None:
+    plan = SegmentPlan(segments * length, max_rank=max_rank, max_segments=segments)
+    plan.set_rows(np.repeat(np.arange(segments, dtype=np.int32), length), np.full(segments, max_rank, np.int32))
+    assert room(plan) >= 0
+
+
+@pytest.mark.parametrize("max_rank", [64, 256])
+def test_the_capacity_has_no_room_for_more_than_the_worst_step(max_rank: int) -> None:
+    plan = SegmentPlan(1000, max_rank=max_rank)
+    plan.set_rows(np.arange(1000, dtype=np.int32), np.full(1000, max_rank, np.int32))
+    assert 0 <= room(plan) <= 2 * ITEM_WORDS  # not a share a tile
+    plan.set_rows(np.arange(1000, dtype=np.int32), np.full(1000, max_rank // 2, np.int32))
+    assert room(plan) >= 1000 * ITEM_WORDS
 
 
 @pytest.mark.parametrize(
