@@ -20,10 +20,37 @@ from punica_core.bench import decode, peft_batch, record, throughput
 from punica_core.bench.answers import check_answers
 from punica_core.bench.parts import BASE, check_systems, device_name
 from punica_core.bench.session import Answer, Session, int_list, name_list, open_session
+from punica_core.bench.workload import request_lengths
 from punica_core.errors import PunicaError
 
 PREFILL_SHARE: Final = 8
 """Steps are paced, so that prompts may take so many times the steps that full chunks would: sequences live as long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class More:
+    """A further workload: a preset of `punica bench throughput`, so many requests, of which so many run at once."""
+
+    workload: str
+    at_once: int
+    requests: int
+
+    @classmethod
+    def parse(cls, text: str) -> More:
+        workload, at_once, requests = text.split(":")
+        if workload not in throughput.PRESETS:
+            raise ValueError(f"{workload!r} is none of {', '.join(throughput.PRESETS)}")
+        return cls(workload, int(at_once), int(requests))
+
+    def options(self, options: argparse.Namespace) -> argparse.Namespace:
+        """As if this were the workload that was asked for."""
+        preset = throughput.PRESETS[self.workload]
+        own = {"requests": self.requests, "lengths": preset.lengths, "seed": preset.seed}
+        return argparse.Namespace(**vars(options) | own)
+
+
+def more_list(text: str) -> tuple[More, ...]:
+    return tuple(map(More.parse, name_list(text)))
 
 
 class Parts:
@@ -60,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prompt-tokens", type=int, default=128)
     found.add_argument("--warmup", type=int, default=16)
     found.add_argument("--steps", type=int, default=64)
+    found.add_argument(
+        "--more", type=more_list, default=(), help="workloads behind it: preset:at once:requests, as in punica:32:64"
+    )
     found.add_argument("--check-every", type=int, default=40, help="every so many-th answer of the last system")
     return found
 
@@ -67,8 +97,15 @@ def parser() -> argparse.ArgumentParser:
 def measure(options: argparse.Namespace, parts: Parts) -> None:
     """All parts, in the order of the report."""
     choice = throughput.choice_of(options, lora=True)
-    longest = max(_tokens_of(options, batch) for batch in options.batches)
-    choice = dataclasses.replace(choice, max_model_len=max(choice.max_model_len, longest))
+    lengths = [_tokens_of(options, batch) for batch in options.batches]
+    for more in options.more:
+        own = more.options(options)
+        lengths += map(sum, request_lengths(own.lengths, own.requests, own.seed))
+    choice = dataclasses.replace(
+        choice,
+        max_model_len=max(choice.max_model_len, *lengths),
+        max_num_seqs=max((choice.max_num_seqs, *(more.at_once for more in options.more))),
+    )
     theirs = parts.run("peft", lambda: peft_batch.measure_peft(choice, options.peft, options.peft_new_tokens))
     with open_session(choice) as session:
         parts.report |= {"device": device_name(session.layout.device), "dtype": session.layout.dtype}
@@ -84,6 +121,10 @@ def measure(options: argparse.Namespace, parts: Parts) -> None:
             parts.run(f"throughput {system}", partial(_workload, session, options, system, answers))
         if answers:
             parts.run("check", lambda: check_answers(session, answers, options.check_every).to_json())
+        for more in options.more:
+            for system in options.systems:
+                name = f"{more.workload}, {more.at_once} at once, {system}"
+                parts.run(name, partial(_more, session, more.options(options), system, more.at_once))
         parts.run("memory", session.memory)
 
 
@@ -114,8 +155,17 @@ def _decode(session: Session, options: argparse.Namespace, batch: int, system: s
 
 
 def _workload(session: Session, options: argparse.Namespace, system: str, answers: list[Answer]) -> dict[str, Any]:
-    """One system's row; `answers` becomes its answers."""
-    row, answers[:] = throughput.measure_system(session, system, throughput.workload_of(options, session, system))
+    """One system's row; `answers` becomes its answers. All requests are there from the start, unless the engine would
+    run more of them at once than were asked for."""
+    at_once = options.max_num_seqs if any(more.at_once > options.max_num_seqs for more in options.more) else None
+    workload = throughput.workload_of(options, session, system)
+    row, answers[:] = throughput.measure_system(session, system, workload, at_once)
+    _say(f"{row['generated_tokens_per_second']:.0f} generated tokens/s")
+    return row
+
+
+def _more(session: Session, options: argparse.Namespace, system: str, at_once: int) -> dict[str, Any]:
+    row, _ = throughput.measure_system(session, system, throughput.workload_of(options, session, system), at_once)
     _say(f"{row['generated_tokens_per_second']:.0f} generated tokens/s")
     return row
 

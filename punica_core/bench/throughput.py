@@ -59,10 +59,13 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
 generation of the Punica paper, a quarter of its 1024 requests."""
 
 
-def measure_system(session: Session, system: str, workload: Workload) -> tuple[dict[str, Any], list[Answer]]:
+def measure_system(
+    session: Session, system: str, workload: Workload, at_once: int | None = None
+) -> tuple[dict[str, Any], list[Answer]]:
     """Run the workload for one system. Raises RuntimeError if an answer lacks a token."""
-    requests = make_requests(session, workload, tenant=system, with_adapters=system not in (OFF, BASE))
-    row, answers = timed_run(session, requests)
+    tenant = f"{system} {workload.lengths} {workload.requests}"
+    requests = make_requests(session, workload, tenant=tenant, with_adapters=system not in (OFF, BASE))
+    row, answers = timed_run(session, requests, at_once)
     return {"system": system, **row}, answers
 
 
