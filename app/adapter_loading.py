@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from app.adapter_files import AdapterFiles
 from app.batcher import Batcher
 from app.flight import SequenceRequest
 from app.metrics import ModelMetrics
@@ -34,6 +35,7 @@ class AdapterLoader:
     def __init__(
         self,
         registry: AdapterRegistry,
+        files: AdapterFiles,
         batcher: Batcher,
         forget: Callable[[list[str]], None],
         *,
@@ -41,6 +43,7 @@ class AdapterLoader:
         check_template: Callable[[AdapterRef], Awaitable[object]],
     ) -> None:
         self._registry = registry
+        self._files = files
         self._batcher = batcher
         self._forget = forget
         self._timeout = timeout
@@ -56,18 +59,14 @@ class AdapterLoader:
         """
         if name in self._loading:
             raise InvalidRequest(f"The adapter {name!r} is being loaded by another request.", param="lora_name")
-        ref = self._registry.locate(name, path)
-        if self._registry.exists(name) and not replace:
-            raise InvalidRequest(
-                f"The name {name!r} is taken. Unload it first, choose another, or send `load_inplace: true`.",
-                param="lora_name",
-            )
         self._loading.add(name)
         try:
+            ref = await self._files.run(lambda: self._locate(name, path, replace), name)
             await self._check_template(ref)
             await self._try(ref)
-            before = self._registry.folder_of(name)
+            before = await self._files.run(lambda: self._registry.folder_of(name), name)
             self._registry.add(ref)
+            self._files.forget(name)
         except AdapterError as error:
             error.param = "lora_path"
             raise
@@ -77,9 +76,12 @@ class AdapterLoader:
         if before is not None:
             self._drain(before)
 
-    def unload(self, name: str) -> None:
-        """Take the name away. Raises ModelNotFound, or InvalidRequest for the base model."""
-        folder = self._registry.remove(name)
+    async def unload(self, name: str) -> None:
+        """Take the name away. Raises ModelNotFound, InvalidRequest for the base model, or AdapterLoadTimeout; then
+        nothing has changed."""
+        folder, is_listed = await self._files.run(lambda: self._registry.removable(name), name)
+        self._registry.take_away(name, is_listed)
+        self._files.forget(name)
         log.info("Adapter %r was unloaded; it serves what it has begun.", name)
         self._drain(folder)
 
@@ -88,6 +90,15 @@ class AdapterLoader:
         for drain in self._drains:
             drain.cancel()
         await asyncio.gather(*self._drains, return_exceptions=True)
+
+    def _locate(self, name: str, path: str, replace: bool) -> AdapterRef:
+        ref = self._registry.locate(name, path)
+        if self._registry.exists(name) and not replace:
+            raise InvalidRequest(
+                f"The name {name!r} is taken. Unload it first, choose another, or send `load_inplace: true`.",
+                param="lora_name",
+            )
+        return ref
 
     async def _try(self, ref: AdapterRef) -> None:
         flight = self._batcher.open([_TRIAL], ModelMetrics(), adapter=ref, tenant=TENANT, eager=False)
@@ -111,5 +122,9 @@ class AdapterLoader:
 
     async def _forget_when_unused(self, folder: str) -> None:
         await self._batcher.wait_unused(folder)
-        if not self._registry.serves(folder):  # it may have a name again, or another one
+        try:
+            is_served = await self._files.run(lambda: self._registry.serves(folder))
+        except AdapterLoadTimeout:
+            return  # nobody knows; it leaves when its room is needed
+        if not is_served:  # it may have a name again, or another one
             self._forget([folder])

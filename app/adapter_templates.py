@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
+from app.adapter_files import AdapterFiles
 from app.chat_template import ChatTemplate
 from app.tokenizer import template_in
 from punica_core.adapters.files import SourceFile, signature_of
-from punica_core.errors import AdapterError, AdapterInvalid, ConfigError
+from punica_core.errors import AdapterError, AdapterInvalid, AdapterLoadTimeout, ConfigError
 from punica_core.protocol import AdapterRef, FileSignature
 
 _TEMPLATE_NAME = "chat_template.jinja"
@@ -35,17 +36,18 @@ class _Kept:
 class AdapterTemplates:
     """The chat template of each adapter that brings one, kept until its files change.
 
-    compile_template: makes a template from its source; raises ConfigError if it is broken.
+    compile_template: makes a template from its source; raises ConfigError if it is broken. files: looks at folders.
     """
 
-    def __init__(self, compile_template: Callable[[str], ChatTemplate]) -> None:
+    def __init__(self, compile_template: Callable[[str], ChatTemplate], files: AdapterFiles) -> None:
         self._compile = compile_template
+        self._files = files
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     async def of(self, adapter: AdapterRef) -> ChatTemplate | None:
         """The adapter's own template, None if it has none. Raises AdapterError if it is broken or leads elsewhere.
 
-        Compiling takes from milliseconds to seconds, on a thread.
+        While files cannot be looked at, the template as it was. Compiling takes milliseconds to seconds, on a thread.
         """
         try:
             return await self._of(adapter.path)
@@ -53,20 +55,22 @@ class AdapterTemplates:
             raise type(error)(f"Adapter {adapter.name!r}: {error.message}", param="model") from None
 
     async def _of(self, folder: str) -> ChatTemplate | None:
-        state = (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME))
         kept = self._kept.get(folder)
-        if kept is None or kept.state != state:
-            template = await asyncio.to_thread(self._read, folder, state)
-            kept = self._kept[folder] = _Kept(state, template)
+        try:
+            state = await self._files.look(lambda: (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME)))
+            if kept is None or kept.state != state:
+                source = await self._files.run(lambda: _source(folder, state))
+                template = None if source is None else await asyncio.to_thread(self._compiled, source)
+                kept = self._kept[folder] = _Kept(state, template)
+        except AdapterLoadTimeout:
+            if kept is None:
+                raise
         self._kept.move_to_end(folder)
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
         return kept.template
 
-    def _read(self, folder: str, state: _State) -> ChatTemplate | None:
-        source = _source(folder, state)
-        if source is None:
-            return None
+    def _compiled(self, source: str) -> ChatTemplate:
         try:
             return self._compile(source)
         except ConfigError as error:

@@ -178,7 +178,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
             needs_key, survey = not service.keys.is_open, await asyncio.to_thread(surveying.result)
-            ready = ready_text(service.all_names(), host, port, needs_key=needs_key, survey=survey)
+            ready = ready_text(await service.all_names(), host, port, needs_key=needs_key, survey=survey)
             server = Server(config, service, ready)
             if chosen.api_keys_file:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)

@@ -83,13 +83,11 @@ class Metrics(Collector):
 
     def __init__(
         self,
-        known_names: Callable[[], Collection[str]],
         in_flight: Callable[[], int],
         queued_tokens: Callable[[], int],
         body_bytes: Callable[[], int],
         more: Sequence[Collector] = (),
     ) -> None:
-        self._known_names = known_names
         self._in_flight = in_flight
         self._queued_tokens = queued_tokens
         self._body_bytes = body_bytes
@@ -138,12 +136,12 @@ class Metrics(Collector):
         self._engine = None
         self.worker_up = False
 
-    def render(self) -> bytes:
-        """The text exposition. Forgets names that no longer exist.
+    def render(self, names: Collection[str]) -> bytes:
+        """The text exposition. Forgets models that are not among `names`.
 
         May run on another thread than the rest: what it reads of a dict, it copies in one go.
         """
-        known = set(self._known_names())
+        known = set(names)
         for name in [name for name in list(self._models) if name not in known]:
             self._models.pop(name, None)
         return generate_latest(self._registry)

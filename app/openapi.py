@@ -40,7 +40,7 @@ _ERRORS = {
     413: "the body is too large",
     429: "too much at once; Retry-After says when to try again",
     500: "a fault of the server",
-    503: "the engine is away; Retry-After says when to try again",
+    503: "the engine is away, or the file system of adapters; Retry-After says when to try again",
 }
 """Statuses that any route which runs or counts something may answer with."""
 

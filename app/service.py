@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from app.adapter_files import AdapterFiles
 from app.adapter_loading import AdapterLoader
 from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
@@ -29,7 +30,7 @@ from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.client import EngineClient
 from punica_core.config import EngineConfig, EngineLayout, is_model_path
-from punica_core.errors import ConfigError, Draining, ModelNotFound, PunicaError
+from punica_core.errors import AdapterLoadTimeout, ConfigError, Draining, ModelNotFound, PunicaError
 from punica_core.protocol import MAX_LOGPROBS, AdapterRef, Event, Outputs, Progress, StepStarted
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Service:
         self.registry = AdapterRegistry(
             Path(config.adapters) if config.adapters else None, {self.base_name}, roots=AdapterRoots(settings.roots)
         )
+        self.adapter_files = AdapterFiles(self.registry, filter(None, [config.adapters, *settings.roots]))
         self.supervisor = Supervisor(
             connect,
             config,
@@ -119,13 +121,13 @@ class Service:
         )
         self.loader = AdapterLoader(
             self.registry,
+            self.adapter_files,
             self.batcher,
             self.supervisor.forget,
             timeout=settings.adapter_load_timeout,
             check_template=self.template_of,
         )
         self.metrics = Metrics(
-            self.all_names,
             lambda: self.batcher.in_flight,
             lambda: self.batcher.queued_tokens,
             lambda: self.bodies.used,
@@ -163,12 +165,12 @@ class Service:
         """New work is taken."""
         return self.is_healthy and not self.batcher.draining
 
-    def model_names(self, key: ApiKey) -> list[str]:
+    async def model_names(self, key: ApiKey) -> list[str]:
         """The base model and every adapter, as this caller may ask for them."""
         base = [self.base_name] if key.base else []
-        return [*base, *(name for name in self.registry.names() if key.may_use(name))]
+        return [*base, *(name for name in await self.adapter_files.names() if key.may_use(name))]
 
-    def resolve(self, name: str, key: ApiKey) -> AdapterRef | None:
+    async def resolve(self, name: str, key: ApiKey) -> AdapterRef | None:
         """The adapter of that name, None for the base. Raises ModelNotFound or AdapterError.
 
         What the caller may not use does not exist: the answer is the same, and nothing is looked for on the disk.
@@ -176,14 +178,17 @@ class Service:
         if name == self.base_name and key.base:
             return None
         try:
-            return self.registry.resolve(name, None if key.sees_all else key.may_use)
+            return await self.adapter_files.resolve(name, None if key.sees_all else key.may_use)
         except ModelNotFound as error:
             base = f" The base model is {self.base_name!r};" if key.base else ""
             raise ModelNotFound(f"{error.message}{base} GET /v1/models lists everything.", param="model") from None
 
-    def all_names(self) -> list[str]:
-        """The base model and every adapter, whoever may ask for them."""
-        return [self.base_name, *self.registry.names()]
+    async def all_names(self) -> list[str]:
+        """The base model and every adapter, whoever may ask for them; the base alone if they were never listed."""
+        try:
+            return [self.base_name, *await self.adapter_files.names()]
+        except AdapterLoadTimeout:
+            return [self.base_name]
 
     async def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:
         """The adapter's own chat template, if it has one and the settings say so. Raises AdapterError."""
@@ -222,7 +227,7 @@ class Service:
             template = _read_template(self.settings.chat_template)
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size, template)
             if self.settings.adapter_chat_templates:
-                self._templates = AdapterTemplates(self._tokenizer.compile_template)
+                self._templates = AdapterTemplates(self._tokenizer.compile_template, self.adapter_files)
         except BaseException:
             await self.supervisor.stop()
             raise
@@ -249,6 +254,7 @@ class Service:
             self._watching.cancel()
         self.batcher.fail_all(Draining("The server shut down before this request was finished."))
         await self.loader.stop()
+        self.adapter_files.stop()
         await self.supervisor.stop()
 
     def _on_event(self, event: Event) -> None:

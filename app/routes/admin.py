@@ -13,12 +13,12 @@ from app.parsing import StructT, parse
 from app.service import Service
 from punica_core.errors import InvalidRequest, PunicaError
 
-_ERRORS = (400, 401, 403, 404, 408, 413, 429, 500)
+_ERRORS = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 
 router = APIRouter()
 
 
-@router.post(LOAD_ROUTE, response_model=None, openapi_extra=answered_by(None, body=LoadAdapter, errors=(*_ERRORS, 503)))
+@router.post(LOAD_ROUTE, response_model=None, openapi_extra=answered_by(None, body=LoadAdapter, errors=_ERRORS))
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder under a name; answers when all of it has been read and checked."""
     service: Service = request.app.state.service
@@ -38,7 +38,7 @@ async def unload_adapter(request: Request) -> Response:
     service: Service = request.app.state.service
     try:
         body = await _read(request, UnloadAdapter)
-        service.loader.unload(body.lora_name)
+        await service.loader.unload(body.lora_name)
     except PunicaError as error:
         return error_response(error)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -37,7 +37,7 @@ async def chat_completions(request: Request) -> Response:
     with Admission(request) as admission:
         try:
             body = await admission.read(ChatRequest)
-            adapter = admission.resolve(body)
+            adapter = await admission.resolve(body)
             service = admission.service
             template = await service.template_of(adapter)
             job = await chat_job(body, service.tokenizer, service.layout.max_model_len, template)
@@ -59,7 +59,7 @@ async def completions(request: Request) -> Response:
     with Admission(request) as admission:
         try:
             body = await admission.read(CompletionRequest)
-            adapter = admission.resolve(body)
+            adapter = await admission.resolve(body)
             job = await completion_job(body, admission.service.tokenizer, admission.service.layout.max_model_len)
             flight = admission.open(body, job, adapter)
         except PunicaError as error:
@@ -108,10 +108,10 @@ class Admission:
         body = await self._body.read(self._request, self.service.settings.max_body_bytes)
         return parse(kind, body, self.service.note_unknown)
 
-    def resolve(self, body: GenerationRequest) -> AdapterRef | None:
+    async def resolve(self, body: GenerationRequest) -> AdapterRef | None:
         """The adapter asked for, None for the base. Raises ModelNotFound or AdapterError."""
         try:
-            adapter = self.service.resolve(body.model, self._key)
+            adapter = await self.service.resolve(body.model, self._key)
         except ModelNotFound:
             raise
         except PunicaError:

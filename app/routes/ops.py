@@ -57,6 +57,7 @@ async def metrics(request: Request) -> Response:
     service: Service = request.app.state.service
     try:
         check_metrics(caller(request))
+        names = await service.all_names()
     except PunicaError as error:
         return error_response(error)
-    return Response(await asyncio.to_thread(service.metrics.render), media_type=CONTENT_TYPE)
+    return Response(await asyncio.to_thread(service.metrics.render, names), media_type=CONTENT_TYPE)

@@ -30,7 +30,7 @@ async def tokenize(request: Request) -> Response:
     with service.bodies.begin() as held:
         try:
             body = await _read(request, service, held, TokenizeRequest)
-            template = await service.template_of(_adapter(service, body.model, caller(request)))
+            template = await service.template_of(await _adapter(service, body.model, caller(request)))
             size = rendering_cost(body.messages or (), body.chat_template_kwargs)
             field, text, special = await off_loop_if_large(size, lambda: _text(body, service.tokenizer, template))
             strings = bool(body.return_token_strs)
@@ -50,7 +50,7 @@ async def detokenize(request: Request) -> Response:
     with service.bodies.begin() as held:
         try:
             body = await _read(request, service, held, DetokenizeRequest)
-            _adapter(service, body.model, caller(request))
+            await _adapter(service, body.model, caller(request))
             check_ids(body.tokens, tokenizer.vocab_size, "tokens")
             text = await off_loop_if_large(
                 len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
@@ -64,8 +64,8 @@ async def _read(request: Request, service: Service, held: Body, kind: type[BodyT
     return parse(kind, await held.read(request, service.settings.max_body_bytes), service.note_unknown)
 
 
-def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | None:
-    return None if model is None else service.resolve(model, key)
+async def _adapter(service: Service, model: str | None, key: ApiKey) -> AdapterRef | None:
+    return None if model is None else await service.resolve(model, key)
 
 
 def _tokenized(text: str, field: str, service: Service, *, special: bool, with_strings: bool) -> bytes:

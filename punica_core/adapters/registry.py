@@ -84,10 +84,18 @@ class AdapterRegistry:
 
     def names(self) -> list[str]:
         """Names of all adapters, sorted. Whether they can be served shows when one is asked for."""
-        listed, added, hidden = self._current().names, self._added, self._hidden
-        if not added and not hidden:
-            return list(listed)
-        return sorted({*added, *(name for name in listed if name not in hidden)})
+        return self._names(self._current())
+
+    @property
+    def is_listing_due(self) -> bool:
+        """Whether `names` would look at the directory now."""
+        listing = self._listing
+        return listing is None or self._clock() - listing.checked_at >= LISTING_SECONDS
+
+    def last_names(self) -> list[str] | None:
+        """`names` as of the last listing, without a look at the directory; None before the first."""
+        listing = self._listing
+        return None if listing is None else self._names(listing)
 
     def resolve(self, name: str, visible: Callable[[str], bool] | None = None) -> AdapterRef:
         """The adapter of that name with its files' state as of now.
@@ -142,16 +150,25 @@ class AdapterRegistry:
 
         Raises ModelNotFound, or InvalidRequest for the base model.
         """
+        folder, is_listed = self.removable(name)
+        self.take_away(name, is_listed)
+        return folder
+
+    def removable(self, name: str) -> tuple[str, bool]:
+        """The folder of a name that may be taken away, and whether the directory has it. Raises as `remove` does."""
         self._check_not_base(name)
         listed = self._listed_path(name)
         folder = self._added.get(name, listed)
         if folder is None:
             raise self._not_found(name, None, param="lora_name")
+        return folder, listed is not None
+
+    def take_away(self, name: str, is_listed: bool) -> None:
+        """`remove` without a look at files."""
         with self._lock:
             self._added = {other: path for other, path in self._added.items() if other != name}
-            if listed is not None:
+            if is_listed:
                 self._hidden |= {name}
-        return folder
 
     def folder_of(self, name: str) -> str | None:
         """Where an adapter is, for who may know."""
@@ -166,6 +183,12 @@ class AdapterRegistry:
         name = os.path.relpath(folder, self._root)
         names = {name, name.removesuffix(SUFFIX)} - self._added.keys()
         return any(self._listed_path(candidate) == folder for candidate in names)
+
+    def _names(self, listing: _Listing) -> list[str]:
+        listed, added, hidden = listing.names, self._added, self._hidden
+        if not added and not hidden:
+            return list(listed)
+        return sorted({*added, *(name for name in listed if name not in hidden)})
 
     def _check_not_base(self, name: str) -> None:
         if name in self._reserved:
@@ -251,8 +274,9 @@ class AdapterRegistry:
             listing = replace(listing, checked_at=now)
         self._listing = listing
         if self._hidden:
+            gone = {name for name in self._hidden if not self._is_there(name)}  # not under the lock: it may hang
             with self._lock:
-                self._hidden = frozenset(name for name in self._hidden if self._is_there(name))
+                self._hidden -= gone
         return listing
 
     def _has_changed(self, listing: _Listing) -> bool:

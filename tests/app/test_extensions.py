@@ -254,7 +254,9 @@ async def test_an_adapters_template_is_compiled_once_and_on_a_thread(
     (adapters_dir / "sql" / "chat_template.jinja").write_text(SHOUT)
     async with make_server(settings={"adapter_chat_templates": True}) as server:
         monkeypatch.setattr(Tokenizer, "compile_template", watched)
-        server.service._templates = AdapterTemplates(server.service.tokenizer.compile_template)
+        server.service._templates = AdapterTemplates(
+            server.service.tokenizer.compile_template, server.service.adapter_files
+        )
         for _ in range(2):
             assert (await server.chat(model="sql")).status_code == 200
         tokens = await server.http.post(

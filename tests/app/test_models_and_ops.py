@@ -236,7 +236,9 @@ async def test_metrics_are_put_together_off_the_event_loop(server: Server, monke
     threads: list[int] = []
     service = server.service
     render = service.metrics.render
-    monkeypatch.setattr(service.metrics, "render", lambda: (threads.append(threading.get_ident()), render())[1])
+    monkeypatch.setattr(
+        service.metrics, "render", lambda names: (threads.append(threading.get_ident()), render(names))[1]
+    )
     assert (await server.http.get("/metrics")).is_success
     assert threads
     assert threading.get_ident() not in threads
