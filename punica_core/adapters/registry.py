@@ -14,8 +14,6 @@ folder of the directory is then hidden until it is added, or it has gone and com
 
 from __future__ import annotations
 
-import bisect
-import difflib
 import logging
 import os
 import stat
@@ -29,19 +27,16 @@ from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, 
 from punica_core.adapters.header import CONVERT_PICKLE, shorten
 from punica_core.adapters.packed_header import SUFFIX
 from punica_core.adapters.roots import AdapterRoots
+from punica_core.adapters.served_names import MAX_NAME_LENGTH, close_matches, is_name, is_part
 from punica_core.errors import AdapterError, AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from punica_core.protocol import AdapterRef
 
-MAX_NAME_LENGTH = 200
 LISTING_SECONDS = 1.0
 """Age from which a listing is compared with the directory."""
 FULL_LISTING_SECONDS = 60.0
 """Age from which it is made anew even if no folder seems to have come or gone."""
 RACY_SECONDS = 2.0
 """A directory changed this shortly before it was listed may have changed again within its timestamp's grain."""
-
-_NUM_NEIGHBOURS = 48
-_NUM_MATCHES = 3
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +118,7 @@ class AdapterRegistry:
         adapter, and what `resolve` raises.
         """
         self._check_not_base(name)
-        if len(name) > MAX_NAME_LENGTH or not all(map(_is_part, name.split("/"))):
+        if len(name) > MAX_NAME_LENGTH or not all(map(is_part, name.split("/"))):
             raise InvalidRequest(
                 f"lora_name is {shorten(name, 100)!r}; a name has at most {MAX_NAME_LENGTH} printable characters, no "
                 "backslash, and no part between slashes that is empty or begins with a dot.",
@@ -235,7 +230,7 @@ class AdapterRegistry:
 
     def _path(self, name: str, suffix: str = "") -> str | None:
         """Where what a name stands for is; None, without a look at the file system, for what cannot be a name."""
-        if self._root is None or name in self._reserved or not _is_name(name):
+        if self._root is None or name in self._reserved or not is_name(name):
             return None
         parts = f"{name}{suffix}".split("/")
         for depth in range(1, len(parts) + 1):
@@ -323,7 +318,7 @@ class AdapterRegistry:
             with os.scandir(path) as entries:
                 for entry in entries:
                     stem = entry.name.removesuffix(SUFFIX)
-                    if not _is_part(stem) or (entry.is_symlink() and not self._is_inside(entry.path)):
+                    if not is_part(stem) or (entry.is_symlink() and not self._is_inside(entry.path)):
                         continue
                     if entry.is_dir():
                         folders.append(entry.name)
@@ -362,28 +357,6 @@ class AdapterRegistry:
         matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
         return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param=param)
-
-
-def close_matches(name: str, names: Collection[str]) -> list[str]:
-    """Up to three names like `name`, best first. Of many, only the alphabetical neighbours are compared."""
-    wanted = name[:MAX_NAME_LENGTH].strip(" \t\r\n\"'/.")
-    ordered = sorted(names) if not isinstance(names, tuple) else names
-    place = bisect.bisect_left(ordered, wanted)
-    near = ordered[max(0, place - _NUM_NEIGHBOURS) : place + _NUM_NEIGHBOURS]
-    folded = wanted.casefold()
-    same = [other for other in ordered if other.casefold() == folded][:_NUM_MATCHES]
-    similar = difflib.get_close_matches(wanted, near, n=_NUM_MATCHES)
-    return list(dict.fromkeys([*same, *similar]))[:_NUM_MATCHES]
-
-
-def _is_name(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) <= 2 and all(map(_is_part, parts))
-
-
-def _is_part(part: str) -> bool:
-    """Whether a string can be a folder's name here: printable, not hidden, no way out of the directory."""
-    return 0 < len(part) <= MAX_NAME_LENGTH and part[0] != "." and part.isprintable() and not {"/", "\\"} & set(part)
 
 
 def _without_weights(name: str, folder: str) -> AdapterUnsupported | AdapterInvalid:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from punica_core.adapters import registry as registry_module
-from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry, close_matches
+from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry
+from punica_core.adapters.served_names import close_matches
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
 
 
