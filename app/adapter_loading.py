@@ -80,7 +80,7 @@ class AdapterLoader:
         """Take the name away. Raises ModelNotFound, InvalidRequest for the base model, or AdapterLoadTimeout; then
         nothing has changed."""
         folder, is_listed = await self._files.run(lambda: self._registry.removable(name), name)
-        self._registry.take_away(name, is_listed)
+        self._registry.remove(name, is_listed)
         self._files.forget(name)
         log.info("Adapter %r was unloaded; it serves what it has begun.", name)
         self._drain(folder)

@@ -140,17 +140,11 @@ class AdapterRegistry:
             self._added = {**self._added, ref.name: ref.path}
             self._hidden -= {ref.name}
 
-    def remove(self, name: str) -> str:
-        """Serve nothing under that name any more; returns the folder.
+    def removable(self, name: str) -> tuple[str, bool]:
+        """The folder of a name, and whether the directory has it.
 
         Raises ModelNotFound, or InvalidRequest for the base model.
         """
-        folder, is_listed = self.removable(name)
-        self.take_away(name, is_listed)
-        return folder
-
-    def removable(self, name: str) -> tuple[str, bool]:
-        """The folder of a name that may be taken away, and whether the directory has it. Raises as `remove` does."""
         self._check_not_base(name)
         listed = self._listed_path(name)
         folder = self._added.get(name, listed)
@@ -158,8 +152,8 @@ class AdapterRegistry:
             raise self._not_found(name, None, param="lora_name")
         return folder, listed is not None
 
-    def take_away(self, name: str, is_listed: bool) -> None:
-        """`remove` without a look at files."""
+    def remove(self, name: str, is_listed: bool) -> None:
+        """Serve nothing under that name any more, of which `removable` told this. No look at files."""
         with self._lock:
             self._added = {other: path for other, path in self._added.items() if other != name}
             if is_listed:

@@ -10,7 +10,7 @@ import pytest
 from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
-from tests.adapters.test_registry import Clock, make_adapter
+from tests.adapters.test_registry import Clock, make_adapter, remove
 
 
 @pytest.fixture
@@ -139,10 +139,10 @@ def test_an_added_adapter_is_listed_and_resolved_until_it_is_removed(registry: A
     (places / "more" / "a" / "adapter_model.safetensors").write_bytes(b"other weights")
     assert registry.resolve("team/x/new") != ref  # a new version, as in the directory
     assert registry.serves(ref.path)
-    assert registry.remove("team/x/new") == ref.path
+    assert remove(registry, "team/x/new") == ref.path
     assert registry.names() == ["listed", "org/nested"]
     assert not registry.serves(ref.path)
-    for gone in (registry.resolve, registry.remove):
+    for gone in (registry.resolve, registry.removable):
         with pytest.raises(ModelNotFound):
             gone("team/x/new")
 
@@ -150,7 +150,7 @@ def test_an_added_adapter_is_listed_and_resolved_until_it_is_removed(registry: A
 def test_a_removed_folder_of_the_directory_is_hidden_until_it_is_added(
     registry: AdapterRegistry, places: Path, clock: Clock
 ) -> None:
-    folder = registry.remove("listed")
+    folder = remove(registry, "listed")
     assert folder == str(places / "adapters" / "listed")
     assert not registry.serves(folder)
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_a_removed_folder_of_the_directory_is_hidden_until_it_is_added(
 def test_a_removed_folder_that_went_and_came_back_is_another(
     registry: AdapterRegistry, places: Path, clock: Clock
 ) -> None:
-    registry.remove("listed")
+    remove(registry, "listed")
     (places / "adapters" / "listed").rename(places / "elsewhere")
     clock.now += LISTING_SECONDS
     assert registry.names() == ["org/nested"]
@@ -210,7 +210,7 @@ def test_a_packed_file_below_a_root_can_be_added(registry: AdapterRegistry, plac
     assert (ref.path, ref.packed) == (str(file), True)
     registry.add(ref)
     assert registry.resolve("new") == ref
-    assert registry.remove("new") == str(file)
+    assert remove(registry, "new") == str(file)
     (places / "outside" / "p.punica").write_bytes(b"packed")
     with pytest.raises(InvalidRequest, match="adapter roots"):
         registry.locate("new", "../outside/p.punica")

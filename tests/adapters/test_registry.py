@@ -28,6 +28,13 @@ class Clock:
         return self.now
 
 
+def remove(registry: AdapterRegistry, name: str) -> str:
+    """What unloading does; the folder."""
+    folder, is_listed = registry.removable(name)
+    registry.remove(name, is_listed)
+    return folder
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -310,7 +317,7 @@ def test_packed_files_come_change_and_go(root: Path, registry: AdapterRegistry, 
     assert "P" in registry.names()
     file.write_bytes(b"packed anew")
     assert registry.resolve("P") != before
-    assert registry.remove("P") == str(file)
+    assert remove(registry, "P") == str(file)
     assert "P" not in registry.names()
     assert not registry.serves(str(file))
     with pytest.raises(ModelNotFound):
