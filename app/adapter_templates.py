@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from app.adapter_files import AdapterFiles
-from app.chat_template import ChatTemplate
+from app.template_processes import AdapterTemplate, TemplateProcesses
 from app.tokenizer import template_in
 from punica_core.adapters.files import SourceFile, signature_of
-from punica_core.errors import AdapterError, AdapterInvalid, AdapterLoadTimeout, ConfigError
+from punica_core.errors import AdapterError, AdapterInvalid, AdapterLoadTimeout, QueueFull
 from punica_core.protocol import AdapterRef, FileSignature
 
 _TEMPLATE_NAME = "chat_template.jinja"
@@ -30,51 +29,62 @@ _State = tuple[FileSignature | None, FileSignature | None]
 @dataclass(frozen=True, slots=True)
 class _Kept:
     state: _State
-    template: ChatTemplate | None
+    template: AdapterTemplate | None
 
 
 class AdapterTemplates:
     """The chat template of each adapter that brings one, kept until its files change.
 
-    compile_template: makes a template from its source; raises ConfigError if it is broken. files: looks at folders.
+    special_tokens: as templates may use them. files: looks at folders. processes: render.
     """
 
-    def __init__(self, compile_template: Callable[[str], ChatTemplate], files: AdapterFiles) -> None:
-        self._compile = compile_template
+    def __init__(
+        self, special_tokens: Mapping[str, str], files: AdapterFiles, processes: TemplateProcesses | None = None
+    ) -> None:
+        self._special_tokens = special_tokens
         self._files = files
+        self._processes = processes if processes is not None else TemplateProcesses()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    async def of(self, adapter: AdapterRef) -> ChatTemplate | None:
-        """The adapter's own template, None if it has none. Raises AdapterError if it is broken or leads elsewhere.
+    async def of(self, adapter: AdapterRef) -> AdapterTemplate | None:
+        """The adapter's own template, None if it has none. Raises AdapterError if it is broken or leads elsewhere,
+        QueueFull if nobody has time to compile it.
 
-        While files cannot be looked at, the template as it was. Compiling takes milliseconds to seconds, on a thread.
+        While files cannot be looked at, the template as it was.
         """
         try:
             return await self._of(adapter.path)
-        except AdapterError as error:
+        except (AdapterError, QueueFull) as error:
             raise type(error)(f"Adapter {adapter.name!r}: {error.message}", param="model") from None
 
-    async def _of(self, folder: str) -> ChatTemplate | None:
-        kept = self._kept.get(folder)
+    async def _of(self, folder: str) -> AdapterTemplate | None:
         try:
             state = await self._files.look(lambda: (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME)))
-            if kept is None or kept.state != state:
+            if not self._has(folder, state):
                 source = await self._files.run(lambda: _source(folder, state))
-                template = None if source is None else await asyncio.to_thread(self._compiled, source)
-                kept = self._kept[folder] = _Kept(state, template)
+                if not self._has(folder, state):  # of several requests one makes it, so that they take turns with it
+                    self._kept[folder] = _Kept(state, self._template(source))
         except AdapterLoadTimeout:
-            if kept is None:
+            if folder not in self._kept:
                 raise
+        kept = self._kept[folder]
         self._kept.move_to_end(folder)
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
+        if kept.template is not None:
+            await kept.template.check()
         return kept.template
 
-    def _compiled(self, source: str) -> ChatTemplate:
-        try:
-            return self._compile(source)
-        except ConfigError as error:
-            raise AdapterInvalid(error.message) from None
+    def _has(self, folder: str, state: _State) -> bool:
+        kept = self._kept.get(folder)
+        return kept is not None and kept.state == state
+
+    def _template(self, source: str | None) -> AdapterTemplate | None:
+        return None if source is None else AdapterTemplate(self._processes, source, self._special_tokens)
+
+    async def stop(self) -> None:
+        """Render nothing any more."""
+        await self._processes.stop()
 
 
 def _state(folder: str, name: str) -> FileSignature | None:

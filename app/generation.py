@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from app.chat_template import ChatTemplate
 from app.flight import SequenceRequest
 from app.messages import Message
-from app.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from app.template_processes import AdapterTemplate
 from app.tokenizer import LONG_TEXT, Tokenizer
 from punica_core.errors import ContextLengthExceeded, InvalidRequest
 from punica_core.protocol import MAX_LOGPROBS, SamplingParams
@@ -102,24 +102,16 @@ class Scores:
 
 
 async def chat_job(
-    body: ChatRequest, tokenizer: Tokenizer, max_model_len: int, template: ChatTemplate | None = None
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    template: AdapterTemplate | None = None,
 ) -> Job:
-    """Render and tokenize a conversation. Raises InvalidRequest or ContextLengthExceeded.
+    """Render and tokenize a conversation. Raises InvalidRequest, ContextLengthExceeded, or what `chat_text` raises.
 
     template: in place of the base's own.
     """
-    variables = body.template_variables()
-
-    def rendered() -> str:
-        return tokenizer.render_chat(
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            variables=variables,
-            template=template,
-        )
-
-    text = await off_loop_if_large(rendering_cost(body.messages, body.chat_template_kwargs), rendered)
+    text = await chat_text(body, body.messages, tokenizer, template, body.model)
     ids = await off_loop_if_large(
         len(text), lambda: fitting_ids(text, tokenizer, max_model_len, "messages", add_special_tokens=False)
     )
@@ -139,6 +131,32 @@ async def chat_job(
     sampling = _sampling(body, tokenizer.vocab_size, limit, scores)
     is_open = body.output_limit is None
     return _job([Prompt(ids)], [sampling], n, n, score_all=False, is_open=is_open)
+
+
+async def chat_text(
+    body: ChatRequest | TokenizeRequest,
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    template: AdapterTemplate | None,
+    model: str,
+) -> str:
+    """A conversation as the prompt's text. Raises InvalidRequest, and what `AdapterTemplate.render` raises.
+
+    template: of the adapter that is named `model`, in place of the base's own.
+    """
+    options: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+        "variables": body.template_variables(),
+    }
+    cost = rendering_cost(messages, body.chat_template_kwargs)
+
+    def for_template() -> list[dict[str, Any]]:
+        return [message.for_template() for message in messages]
+
+    if template is not None:
+        return await template.render(model, await off_loop_if_large(cost, for_template), **options)
+    return await off_loop_if_large(cost, lambda: tokenizer.render_chat(for_template(), **options))
 
 
 async def completion_job(body: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Job:

@@ -16,13 +16,13 @@ from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
 from app.body import Bodies
 from app.budget import Budget
-from app.chat_template import ChatTemplate
 from app.formats import Head
 from app.keys import ApiKey, KeyStore
 from app.limits import KeyUsages
 from app.metrics import Metrics
 from app.settings import Settings
 from app.supervisor import State, Supervisor
+from app.template_processes import AdapterTemplate
 from app.tokenizer import Tokenizer
 from app.tokenizer_files import tokenizer_folder
 from punica_core.adapters.files import CONFIG_NAME
@@ -190,8 +190,9 @@ class Service:
         except AdapterLoadTimeout:
             return [self.base_name]
 
-    async def template_of(self, adapter: AdapterRef | None) -> ChatTemplate | None:
-        """The adapter's own chat template, if it has one and the settings say so. Raises AdapterError."""
+    async def template_of(self, adapter: AdapterRef | None) -> AdapterTemplate | None:
+        """The adapter's own chat template, if it has one and the settings say so. Raises AdapterError or
+        QueueFull."""
         return await self._templates.of(adapter) if self._templates is not None and adapter is not None else None
 
     def note_unknown(self, fields: Sequence[str]) -> None:
@@ -227,7 +228,7 @@ class Service:
             template = _read_template(self.settings.chat_template)
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size, template)
             if self.settings.adapter_chat_templates:
-                self._templates = AdapterTemplates(self._tokenizer.compile_template, self.adapter_files)
+                self._templates = AdapterTemplates(self._tokenizer.special_tokens, self.adapter_files)
         except BaseException:
             await self.supervisor.stop()
             raise
@@ -255,6 +256,8 @@ class Service:
         self.batcher.fail_all(Draining("The server shut down before this request was finished."))
         await self.loader.stop()
         self.adapter_files.stop()
+        if self._templates is not None:
+            await self._templates.stop()
         await self.supervisor.stop()
 
     def _on_event(self, event: Event) -> None:

@@ -38,7 +38,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self._bos = special_tokens.get("bos_token")
         self._special_tokens = dict(special_tokens)
-        self._template = self.compile_template(template) if template is not None else None
+        self._template = ChatTemplate(template, special_tokens) if template is not None else None
         self._special_ids = {token for token, added in rust.get_added_tokens_decoder().items() if added.special}
         self._byte_level = isinstance(rust.decoder, decoders.ByteLevel)
         self._pieces = self._piece_table()
@@ -67,9 +67,10 @@ class Tokenizer:
         """Whether chat requests can be served."""
         return self._template is not None
 
-    def compile_template(self, source: str) -> ChatTemplate:
-        """A chat template that knows this tokenizer's special tokens. Raises ConfigError if it is broken."""
-        return ChatTemplate(source, self._special_tokens)
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """bos_token, eos_token, ... as chat templates may use them."""
+        return self._special_tokens
 
     def render_chat(
         self,
@@ -78,20 +79,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
-        template: ChatTemplate | None = None,
     ) -> str:
-        """The prompt text of a conversation; it holds its special tokens already. Raises InvalidRequest.
-
-        template: in place of the model's own.
-        """
-        template = template or self._template
-        if template is None:
+        """The prompt text of a conversation; it holds its special tokens already. Raises InvalidRequest."""
+        if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot take messages: use /v1/completions, put a "
                 "chat_template.jinja into the model's folder, or start the server with --chat-template FILE.",
                 param="messages",
             )
-        return template.render(
+        return self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -9,14 +9,13 @@ from starlette.responses import Response
 from app.access import caller
 from app.api_errors import error_response
 from app.body import Body
-from app.chat_template import ChatTemplate
-from app.generation import check_ids, fitting_ids, off_loop_if_large, rendering_cost
+from app.generation import chat_text, check_ids, fitting_ids, off_loop_if_large
 from app.keys import ApiKey
 from app.openapi import answered_by
 from app.responses import DetokenizeResponse, TokenizeResponse
 from app.schemas import BodyT, DetokenizeRequest, TokenizeRequest, parse
 from app.service import Service
-from app.tokenizer import Tokenizer
+from app.template_processes import AdapterTemplate
 from punica_core.errors import PunicaError
 from punica_core.protocol import AdapterRef
 
@@ -31,8 +30,7 @@ async def tokenize(request: Request) -> Response:
         try:
             body = await _read(request, service, held, TokenizeRequest)
             template = await service.template_of(await _adapter(service, body.model, caller(request)))
-            size = rendering_cost(body.messages or (), body.chat_template_kwargs)
-            field, text, special = await off_loop_if_large(size, lambda: _text(body, service.tokenizer, template))
+            field, text, special = await _text(body, service, template)
             strings = bool(body.return_token_strs)
             answer = await off_loop_if_large(
                 len(text), lambda: _tokenized(text, field, service, special=special, with_strings=strings)
@@ -75,15 +73,9 @@ def _tokenized(text: str, field: str, service: Service, *, special: bool, with_s
     return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, strings))
 
 
-def _text(body: TokenizeRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[str, str, bool]:
+async def _text(body: TokenizeRequest, service: Service, template: AdapterTemplate | None) -> tuple[str, str, bool]:
     """The field that holds the prompt, its text, and whether that gets special tokens."""
     if body.messages is None:
         return "prompt", body.prompt or "", body.add_special_tokens is not False
-    text = tokenizer.render_chat(
-        [message.for_template() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.template_variables(),
-        template=template,
-    )
+    text = await chat_text(body, body.messages, service.tokenizer, template, body.model or service.base_name)
     return "messages", text, bool(body.add_special_tokens)

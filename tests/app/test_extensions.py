@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ import msgspec
 import pytest
 
 from app import responses
-from app.adapter_templates import AdapterTemplates
-from app.chat_template import ChatTemplate
-from app.tokenizer import Tokenizer
 from punica_core.errors import ConfigError
 from punica_core.protocol import NewSequence
 from tests.app.conftest import BASE, MakeServer, Server
@@ -239,29 +235,3 @@ async def test_tool_calls_of_the_history_reach_the_template(make_server: MakeSer
     assert second == {"role": "tool", "tool_call_id": "c1", "content": "42"}
     assert third["tool_calls"] == [{"type": "function", "function": {"name": "h", "arguments": {}}}]
     assert fourth == {"role": "function", "name": "h", "content": "43"}
-
-
-async def test_an_adapters_template_is_compiled_once_and_on_a_thread(
-    make_server: MakeServer, adapters_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled_by: list[threading.Thread] = []
-    make = Tokenizer.compile_template
-
-    def watched(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-        compiled_by.append(threading.current_thread())
-        return make(tokenizer, source)
-
-    (adapters_dir / "sql" / "chat_template.jinja").write_text(SHOUT)
-    async with make_server(settings={"adapter_chat_templates": True}) as server:
-        monkeypatch.setattr(Tokenizer, "compile_template", watched)
-        server.service._templates = AdapterTemplates(
-            server.service.tokenizer.compile_template, server.service.adapter_files
-        )
-        for _ in range(2):
-            assert (await server.chat(model="sql")).status_code == 200
-        tokens = await server.http.post(
-            "/tokenize", json={"model": "sql", "messages": [{"role": "user", "content": "a"}]}
-        )
-    assert tokens.json()["count"] == 2
-    assert len(compiled_by) == 1
-    assert compiled_by[0] is not threading.current_thread()
