@@ -89,7 +89,7 @@ class TableLoRA:
         used = row_slots[row_slots >= 0]
         if not len(used):
             return LoRAOrder.NONE
-        if len(row_slots) <= MAX_DECODE_ROWS or np.any(self._slot_affine[used]):
+        if LoRAOrder.AHEAD not in lora_orders(len(row_slots)) or np.any(self._slot_affine[used]):
             return LoRAOrder.BESIDE
         return LoRAOrder.AHEAD
 

@@ -82,15 +82,12 @@ struct WeightStream {
 
 template <typename T>
 __device__ inline TileRows load_tile_rows(Part<T> const& part, Hidden<T> const& hidden, int first_row, int chunk) {
-  int const lane = threadIdx.x % 32;
   int const rank = chunk * kChunk + part.lane_k();
   TileRows out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    int const tile_row = lane / 4 + half * 8;
-    int const row = first_row + (tile_row & ((kWarpRows >> part.log2_pack) - 1));
-    bool const own = tile_row >> (4 - part.log2_pack) == part.lane_unit();
-    Vec8 const words = hidden.load(own && row < part.row_count && rank < part.lora_rank, row, rank);
+    PackedRow const at(part, first_row, half);
+    Vec8 const words = hidden.load(at.own && at.row < part.row_count && rank < part.lora_rank, at.row, rank);
 #pragma unroll
     for (int k = 0; k < 4; ++k) out.word[k / 2][k % 2 * 2 + half] = words.word[k];
   }

@@ -39,6 +39,19 @@ __device__ inline int log2_pack_of(int row_count, int lora_rank) {
   return row_count <= 8 && lora_rank <= 16 ? 1 : 0;
 }
 
+// Tile row g or g + 8 of a lane: the part's row that it holds, and whether that row is of the unit of the lane's weights.
+struct PackedRow {
+  int row;
+  bool own;
+
+  template <typename T>
+  __device__ PackedRow(Part<T> const& part, int first_row, int half) {
+    int const tile_row = threadIdx.x % 32 / 4 + half * 8;
+    row = first_row + (tile_row & ((kWarpRows >> part.log2_pack) - 1));
+    own = tile_row >> (4 - part.log2_pack) == part.lane_unit();
+  }
+};
+
 // The low-rank rows of a part that shrink has left: summed, or row t of split k at parts + t * pitch + k * split_pitch.
 template <typename T>
 struct Hidden {
@@ -150,17 +163,14 @@ struct Staged {
   // As `rows` of the tile from first_row on, whose sixteen rows may hold several units.
   template <typename T>
   __device__ TileRows packed_rows(Part<T> const& part, int first_row, int chunk) {
-    int const lane = threadIdx.x % 32;
     TileRows out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int const tile_row = lane / 4 + half * 8;
-      int const row = first_row + (tile_row & ((kWarpRows >> part.log2_pack) - 1));
-      bool const own = tile_row >> (4 - part.log2_pack) == part.lane_unit();
+      PackedRow const at(part, first_row, half);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t const found = *word(part.chunks, row, chunk, row % 8 * 4 + part.lane_k() / 8, k);
-        out.word[k / 2][k % 2 * 2 + half] = own ? found : 0;
+        uint32_t const found = *word(part.chunks, at.row, chunk, at.row % 8 * 4 + part.lane_k() / 8, k);
+        out.word[k / 2][k % 2 * 2 + half] = at.own ? found : 0;
       }
     }
     return out;
