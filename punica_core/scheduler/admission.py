@@ -1,9 +1,8 @@
-"""What one pass over the waiting sequences carries along, and who makes way for whom."""
+"""What one pass over the waiting sequences carries along."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from punica_core.protocol import AdapterRef
@@ -65,16 +64,3 @@ def waiting_by_reason(waiting: WaitingQueue, turn: AdmissionPass, stop: SkipReas
     if len(waiting) > num_explained:
         reasons[stop or SkipReason.ADAPTER_NO_ROOM] += len(waiting) - num_explained
     return reasons
-
-
-def yielding_groups(running: Iterable[Sequence], serial: int) -> list[list[Sequence]]:
-    """Running sequences by adapter slot, for the slots that only sequences newer than `serial` use.
-
-    Ending a whole group unpins its adapter. The group that loses least computed work comes first.
-    """
-    users: dict[int, list[Sequence]] = {}
-    for sequence in running:
-        if sequence.grant is not None:
-            users.setdefault(sequence.grant.slot, []).append(sequence)
-    newer = [group for group in users.values() if all(sequence.serial > serial for sequence in group)]
-    return sorted(newer, key=lambda group: sum(sequence.num_computed for sequence in group))

@@ -9,7 +9,8 @@ from punica_core.errors import InternalError, PunicaError
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache, PrefixMatch
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence, SequenceOutput, StepStats
-from punica_core.scheduler.admission import OVERTAKEN, AdmissionPass, waiting_by_reason, yielding_groups
+from punica_core.scheduler.adapter_room import AdapterRoom
+from punica_core.scheduler.admission import OVERTAKEN, AdmissionPass, waiting_by_reason
 from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepInFlight
 from punica_core.scheduler.invariants import check_blocks, check_sequences
@@ -23,7 +24,7 @@ from punica_core.scheduler.outcome import (
     token_output,
 )
 from punica_core.scheduler.pacing import Pacer
-from punica_core.scheduler.plan import AdapterGrant, Residency, RowPlan, SkipReason, StepPlan, StepResult
+from punica_core.scheduler.plan import Residency, RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.prefetch import Prefetcher
 from punica_core.scheduler.running import RunningSequences
 from punica_core.scheduler.sequence import Sequence, Status
@@ -60,6 +61,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSequences()
+        self._adapter_room = AdapterRoom(limits, residency, self._running, self._preempt)
         self._in_flight = InFlight()
         self._shared_prompts = SharedPrompts(limits.block_size)
         self._next_serial = 0
@@ -250,7 +252,7 @@ class Scheduler:
         if turn.is_too_early(sequence, num_blocks, self._num_spare, self._residency):
             return SkipReason.ADAPTER_LOADING
         if sequence.adapter is not None:
-            grant = self._acquire(sequence, sequence.adapter, turn)
+            grant = self._adapter_room.acquire(sequence, sequence.adapter, turn)
             if isinstance(grant, SkipReason):
                 return grant
             sequence.grant = grant
@@ -303,39 +305,6 @@ class Scheduler:
         if self._prefix_cache is None or not self._reads_cache(sequence):
             return PrefixMatch()
         return self._prefix_cache.match(sequence.adapter_key, sequence.tenant, sequence.token_ids)
-
-    # Adapters
-
-    def _acquire(self, sequence: Sequence, ref: AdapterRef, turn: AdmissionPass) -> AdapterGrant | SkipReason:
-        """Pin the sequence's adapter, making way for it when it has waited long enough for room."""
-        if turn.room_kept_for is not None and ref != turn.room_kept_for:
-            verdict: AdapterGrant | SkipReason = SkipReason.ADAPTER_NO_ROOM
-        else:
-            verdict = turn.refused.get(ref) or self._residency.acquire(ref)
-        if verdict is not SkipReason.ADAPTER_NO_ROOM:
-            sequence.no_room_since = None
-        elif sequence.no_room_since is None:
-            sequence.no_room_since = turn.now
-        elif turn.room_kept_for is None:
-            verdict = self._insist(ref, sequence.serial, turn.now - sequence.no_room_since, turn)
-        if isinstance(verdict, SkipReason):
-            turn.refused[ref] = verdict
-        return verdict
-
-    def _insist(self, ref: AdapterRef, serial: int, waited: float, turn: AdmissionPass) -> AdapterGrant | SkipReason:
-        """No room: after one limit nobody later in turn pins another adapter, after two newer sequences yield."""
-        if waited < self.limits.adapter_wait_limit:
-            return SkipReason.ADAPTER_NO_ROOM
-        turn.room_kept_for = ref
-        if waited >= 2 * self.limits.adapter_wait_limit:
-            for group in yielding_groups(self._running, serial):
-                for sequence in group:
-                    self._preempt(sequence, turn.step)
-                verdict = self._residency.acquire(ref)
-                if verdict is not SkipReason.ADAPTER_NO_ROOM:
-                    turn.room_kept_for = None
-                    return verdict
-        return SkipReason.ADAPTER_NO_ROOM
 
     # Results
 
