@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.admission import AdmissionPass
@@ -11,6 +11,7 @@ from punica_core.scheduler.plan import AdapterGrant, Residency, SkipReason
 from punica_core.scheduler.running import RunningSequences
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
+from punica_core.scheduler.waiting import WaitingQueue
 
 
 class AdapterRoom:
@@ -24,11 +25,13 @@ class AdapterRoom:
         limits: SchedulerLimits,
         residency: Residency,
         running: RunningSequences,
+        waiting: WaitingQueue,
         preempt: Callable[[Sequence, StepBuilder], None],
     ) -> None:
         self._limits = limits
         self._residency = residency
         self._running = running
+        self._waiting = waiting
         self._preempt = preempt
 
     def acquire(self, sequence: Sequence, ref: AdapterRef, turn: AdmissionPass) -> AdapterGrant | SkipReason:
@@ -42,35 +45,42 @@ class AdapterRoom:
         elif sequence.no_room_since is None:
             sequence.no_room_since = turn.now
         elif turn.room_kept_for is None:
-            verdict = self._insist(ref, sequence.serial, turn.now - sequence.no_room_since, turn)
+            verdict = self._insist(sequence, ref, turn.now - sequence.no_room_since, turn)
         if isinstance(verdict, SkipReason):
             turn.refused[ref] = verdict
         return verdict
 
-    def _insist(self, ref: AdapterRef, serial: int, waited: float, turn: AdmissionPass) -> AdapterGrant | SkipReason:
+    def _insist(
+        self, sequence: Sequence, ref: AdapterRef, waited: float, turn: AdmissionPass
+    ) -> AdapterGrant | SkipReason:
         """No room: after one limit nobody later in turn pins another adapter, after two newer sequences yield."""
         if waited < self._limits.adapter_wait_limit:
             return SkipReason.ADAPTER_NO_ROOM
         turn.room_kept_for = ref
         if waited >= 2 * self._limits.adapter_wait_limit:
-            for group in yielding_groups(self._running, serial):
-                for sequence in group:
-                    self._preempt(sequence, turn.step)
+            for group in self._yielding_groups(sequence):
+                for newer in group:
+                    self._preempt(newer, turn.step)
                 verdict = self._residency.acquire(ref)
                 if verdict is not SkipReason.ADAPTER_NO_ROOM:
                     turn.room_kept_for = None
                     return verdict
         return SkipReason.ADAPTER_NO_ROOM
 
+    def _yielding_groups(self, sequence: Sequence) -> list[list[Sequence]]:
+        """Running sequences by adapter slot, for the slots that only such sequences use that yield to this one: newer
+        ones, of its own tenant or one that had no less than that.
 
-def yielding_groups(running: Iterable[Sequence], serial: int) -> list[list[Sequence]]:
-    """Running sequences by adapter slot, for the slots that only sequences newer than `serial` use.
-
-    Ending a whole group unpins its adapter. The group that loses least computed work comes first.
-    """
-    users: dict[int, list[Sequence]] = {}
-    for sequence in running:
-        if sequence.grant is not None:
-            users.setdefault(sequence.grant.slot, []).append(sequence)
-    newer = [group for group in users.values() if all(sequence.serial > serial for sequence in group)]
-    return sorted(newer, key=lambda group: sum(sequence.num_computed for sequence in group))
+        Ending a whole group unpins its adapter. The group that loses least computed work comes first.
+        """
+        users: dict[int, list[Sequence]] = {}
+        for other in self._running:
+            if other.grant is not None:
+                users.setdefault(other.grant.slot, []).append(other)
+        had_less, tenant = self._waiting.had_less, sequence.tenant
+        yielding = [
+            group
+            for group in users.values()
+            if all(other.serial > sequence.serial and not had_less(other.tenant, tenant) for other in group)
+        ]
+        return sorted(yielding, key=lambda group: sum(other.num_computed for other in group))

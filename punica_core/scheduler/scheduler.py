@@ -61,7 +61,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSequences()
-        self._adapter_room = AdapterRoom(limits, residency, self._running, self._preempt)
+        self._adapter_room = AdapterRoom(limits, residency, self._running, self._waiting, self._preempt)
         self._in_flight = InFlight()
         self._shared_prompts = SharedPrompts(limits.block_size)
         self._next_serial = 0

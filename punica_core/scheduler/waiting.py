@@ -83,6 +83,10 @@ class WaitingQueue:
         """The tenant got this much service."""
         self._served[tenant] += service
 
+    def had_less(self, tenant: str, other: str) -> bool:
+        """Whether an active tenant got less service than another one."""
+        return self._served[tenant] < self._served[other]
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at the place its arrival gives it; also one that was preempted."""
         queues = self._queues.setdefault(sequence.tenant, {})
