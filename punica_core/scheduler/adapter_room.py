@@ -17,6 +17,9 @@ from punica_core.scheduler.waiting import WaitingQueue
 class AdapterRoom:
     """Asks the residency for the adapters of those whose turn it is.
 
+    A sequence for which others made way goes first until it starts. The room would else be theirs again whenever their
+    turn comes before its adapter does.
+
     preempt: sends a running sequence back to wait and releases its adapter.
     """
 
@@ -41,7 +44,8 @@ class AdapterRoom:
         else:
             verdict = turn.refused.get(ref) or self._residency.acquire(ref)
         if verdict is not SkipReason.ADAPTER_NO_ROOM:
-            sequence.no_room_since = None
+            if not sequence.goes_first:
+                sequence.no_room_since = None
         elif sequence.no_room_since is None:
             sequence.no_room_since = turn.now
         elif turn.room_kept_for is None:
@@ -63,6 +67,7 @@ class AdapterRoom:
                     self._preempt(newer, turn.step)
                 verdict = self._residency.acquire(ref)
                 if verdict is not SkipReason.ADAPTER_NO_ROOM:
+                    self._waiting.put_first(sequence)
                     turn.room_kept_for = None
                     return verdict
         return SkipReason.ADAPTER_NO_ROOM

@@ -37,7 +37,8 @@ class AdmissionPass:
     num_early: int = 0
 
     def is_overdue(self, sequence: Sequence) -> bool:
-        return sequence.arrival <= self.overdue_since
+        """Whether nothing overtakes it, but while it waits for its adapter."""
+        return sequence.goes_first or sequence.arrival <= self.overdue_since
 
     def is_too_early(self, sequence: Sequence, num_blocks: int, num_spare: int, residency: Residency) -> bool:
         """Whether a sequence is passed without asking for its adapter, which is not there, for it could not start if it

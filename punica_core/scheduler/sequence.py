@@ -39,7 +39,8 @@ class Sequence:
     prompt_logprobs: what was scored and not sent yet. num_scored: how many of the prompt's tokens behind the first were
     ever scored; what is computed again after a preemption is not scored again.
     admissions: how often it was started; more than once after a preemption.
-    no_room_since: when its adapter was first found to have no room, while that lasts.
+    no_room_since: when its adapter was first found to have no room, while that lasts; if others made way for it, until
+    it starts. goes_first: that they did (`WaitingQueue.put_first`).
     chain: which of its blocks are published in the prefix cache.
     follows: the sequence that computes tokens it would have to compute, and how many they are from the first on.
     """
@@ -59,6 +60,7 @@ class Sequence:
     in_flight: int = 0
     admissions: int = 0
     no_room_since: float | None = None
+    goes_first: bool = False
     chain: PrefixChain | None = None
     follows: tuple[Sequence, int] | None = None
     # The request's own values, read in every step.
@@ -132,6 +134,7 @@ class Sequence:
     def begin(self, num_computed: int) -> None:
         """It runs from now on, and so many tokens need not be computed."""
         self.status = Status.RUNNING
+        self.no_room_since = None
         self.num_computed = self.num_scheduled = num_computed
 
     def begin_again(self) -> None:

@@ -31,6 +31,7 @@ class WaitingQueue:
         self._queues: dict[str, dict[AdapterRef | None, _Queue]] = {}
         self._served: dict[str, float] = {}
         self._unfinished: dict[str, int] = {}
+        self._first: _Queue = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -93,7 +94,16 @@ class WaitingQueue:
         insort(queues.setdefault(sequence.adapter, []), sequence, key=_serial)
         self._length += 1
 
+    def put_first(self, sequence: Sequence) -> None:
+        """Let a sequence that waits come before all others until it is removed; of several such the oldest first."""
+        if not sequence.goes_first:
+            sequence.goes_first = True
+            insort(self._first, sequence, key=_serial)
+
     def remove(self, sequence: Sequence) -> None:
+        if sequence.goes_first:
+            sequence.goes_first = False
+            self._first.remove(sequence)
         queues = self._queues[sequence.tenant]
         queue = queues[sequence.adapter]
         index = bisect_left(queue, sequence.serial, key=_serial)
@@ -113,11 +123,15 @@ class WaitingQueue:
     ) -> Iterator[Sequence]:
         """The sequences that wait now, in the order in which they may start.
 
-        Within a tenant those that arrived at or before `arrived_until` come first, in order of arrival; then those
-        whose adapter is `in_use`; then the rest. `charge` and `refused` take effect while iterating: the turn moves
-        on, and the other sequences of a refused adapter are left out. The queue may change meanwhile; a sequence
-        pushed meanwhile is not part of this order.
+        Before all others those that were put first, whatever their tenants had. Within a tenant those that arrived at
+        or before `arrived_until` come first, in order of arrival; then those whose adapter is `in_use`; then the rest.
+        `charge` and `refused` take effect while iterating: the turn moves on, and the other sequences of a refused
+        adapter are left out. The queue may change meanwhile; a sequence pushed meanwhile is not part of this order,
+        unless it was one of the first who had it pushed.
         """
+        for sequence in self._first.copy():
+            if sequence.adapter not in refused:
+                yield sequence
         turns: list[tuple[float, int, Sequence, Iterator[Sequence]]] = []
         for tenant, queues in self._queues.items():
             line = _line(list(queues.values()), arrived_until, in_use, refused)
@@ -154,7 +168,8 @@ def _line(
 
 
 def _merge(queues: Iterable[_Queue], refused: Container[AdapterRef | None]) -> Iterator[Sequence]:
-    """The queues' sequences, oldest first, without the rest of a queue once its adapter is refused."""
+    """The queues' sequences, oldest first, without those that go before all, and without the rest of a queue once its
+    adapter is refused."""
     heads = [(queue[0].serial, 0, queue) for queue in queues if queue]
     heapq.heapify(heads)
     while heads:
@@ -162,7 +177,8 @@ def _merge(queues: Iterable[_Queue], refused: Container[AdapterRef | None]) -> I
         if queue[index].adapter in refused:
             heapq.heappop(heads)
             continue
-        yield queue[index]
+        if not queue[index].goes_first:
+            yield queue[index]
         index += 1
         if index < len(queue):
             heapq.heapreplace(heads, (queue[index].serial, index, queue))

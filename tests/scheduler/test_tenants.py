@@ -48,6 +48,17 @@ def test_turns_follow_what_is_charged_meanwhile() -> None:
     assert turns == ["a", "b", "a", "b", "a", "b"]
 
 
+def test_who_was_put_first_comes_before_those_who_were_served_less() -> None:
+    queue, sequences = waiting("quiet", "busy", "busy", "quiet")
+    queue.charge("busy", 10)
+    queue.put_first(sequences[2])
+    queue.put_first(sequences[1])
+    assert order(queue) == [1, 2, 0, 3]
+    queue.remove(sequences[2])
+    queue.push(sequences[2])
+    assert order(queue) == [1, 0, 3, 2]
+
+
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     queue, _sequences = waiting("a")
     queue.charge("a", 100)

@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[int, list[int]] = {}
         self.doomed: dict[int, FinishReason] = {}
         self.steps: list[FakeStep] = []
+        self.first: list[Sequence] = []  # others made way for their adapters, and they did not start since
 
     @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3), paced=st.booleans())
     def build(self, prefix_cache: bool, load_steps: int, paced: bool) -> None:
@@ -133,9 +134,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = list(self.rig.scheduler._waiting)
         overdue = [sequence for sequence in waiting if sequence.arrival <= now - LIMIT]
         insisting = [s for s in waiting if s.no_room_since is not None and s.no_room_since <= now - LIMIT]
+        first = [sequence for sequence in self.first if sequence.status is Status.WAITING]
+        ready = [(s, s.admissions) for s in first[:1] if self.rig.residency.has(s.adapter)]
         plan = self.rig.scheduler.schedule(now)
         self.rig.record(plan)
-        self._nobody_was_overtaken(waiting, overdue, insisting)
+        started = [sequence for sequence in waiting if sequence.status is Status.RUNNING]
+        for sequence, admissions in ready:  # it may have started and made way itself at once, for an older one
+            assert not started or sequence.admissions > admissions, "others started while its adapter was there"
+        self._nobody_was_overtaken(waiting, started, overdue, insisting)
+        first += [s for s in self.rig.scheduler._waiting if s.goes_first and s not in first]
+        self.first = sorted((s for s in first if s.status is Status.WAITING), key=lambda s: s.serial)
         limits = self.rig.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.rows) <= limits.max_num_seqs
@@ -256,19 +264,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         return any(output.finish_reason is not None for output in self.rig.outputs[request_id])
 
     def _nobody_was_overtaken(
-        self, waiting: list[Sequence], overdue: list[Sequence], insisting: list[Sequence]
+        self, waiting: list[Sequence], started: list[Sequence], overdue: list[Sequence], insisting: list[Sequence]
     ) -> None:
         """Within a tenant: nothing passes an overdue sequence unless that one waits for its adapter, and nothing
-        pins another adapter past one that has waited its limit for room and still has none."""
-        for started in waiting:
-            if started.status is not Status.RUNNING:
-                continue
-            passed = {s for s in waiting if s.status is Status.WAITING and s.serial < started.serial}
-            passed = {sequence for sequence in passed if sequence.tenant == started.tenant}
+        pins another adapter past one that has waited its limit for room and still has none. Those for which others
+        made way may."""
+        for newer in set(started).difference(self.first):
+            passed = {s for s in waiting if s.status is Status.WAITING and s.serial < newer.serial}
+            passed = {sequence for sequence in passed if sequence.tenant == newer.tenant}
             assert not any(s.adapter is None for s in passed.intersection(overdue)), "an overdue sequence was passed"
-            if started.adapter is not None:
+            if newer.adapter is not None:
                 for sequence in passed.intersection(insisting):
-                    assert sequence.adapter == started.adapter or not self._asked_for_room(sequence), "room was taken"
+                    assert sequence.adapter == newer.adapter or not self._asked_for_room(sequence), "room was taken"
 
     def _work_is_counted_and_keeps_the_pace(self, plan: StepPlan, waiting: list[Sequence]) -> None:
         """Prompts beside a stream are as few and as short as the runner likes them; one that comes back in this step,
