@@ -13,11 +13,14 @@
 
 #include "beside.h"
 #include "bindings.h"
+#include "tables.h"
 
 namespace {
 
 using punica::check_cuda;
 using punica::launch_config;
+using punica::make_scratch;
+using punica::make_tables;
 using punica::to_int;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -25,39 +28,6 @@ using torch::stable::Tensor;
 void check_rows(char const* name, Tensor const& rows, Tensor const& arena) {
   STD_TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1, name, " must be 2-D with contiguous rows");
   STD_TORCH_CHECK(rows.scalar_type() == arena.scalar_type(), name, " and the arena must have one dtype");
-}
-
-punica::Tables make_tables(Tensor const& arena, Tensor const& table, Tensor const& plan) {
-  STD_TORCH_CHECK(arena.scalar_type() == ScalarType::BFloat16 || arena.scalar_type() == ScalarType::Half,
-                  "the CUDA kernels take bfloat16 and float16; use `sgmv: reference` for other dtypes");
-  STD_TORCH_CHECK(arena.dim() == 1 && arena.is_contiguous(), "arena must be contiguous 1-D");
-  int64_t const record_words = sizeof(punica::TableRecord) / 8;
-  STD_TORCH_CHECK(table.dim() == 3 && table.scalar_type() == ScalarType::Long && table.size(0) >= 1 &&
-                      table.size(0) <= punica::kMaxSlices && table.size(2) == record_words && table.stride(2) == 1 &&
-                      table.stride(0) % record_words == 0 && table.stride(1) % record_words == 0,
-                  "table must be int64 [1..", punica::kMaxSlices, " slices, N, 6] of whole records");
-  STD_TORCH_CHECK(plan.dim() == 1 && plan.is_contiguous() && plan.scalar_type() == ScalarType::Int,
-                  "plan must be contiguous 1-D int32");
-  return {arena.data_ptr(), static_cast<punica::TableRecord const*>(table.data_ptr()),
-          static_cast<int32_t const*>(plan.data_ptr()), to_int(table.size(0)), to_int(table.stride(0) / record_words),
-          to_int(table.stride(1) / record_words)};
-}
-
-punica::Scratch make_scratch(Tensor const& v, Tensor const& plan, int64_t num_rows, int slices, int64_t max_rank, int num_sms,
-                             bool summed) {
-  STD_TORCH_CHECK(v.dim() == 1 && v.is_contiguous() && v.scalar_type() == ScalarType::Float, "v must be contiguous 1-D float32");
-  STD_TORCH_CHECK(max_rank >= 8 && max_rank <= punica::kMaxRank && max_rank % 8 == 0,
-                  "max_rank must be a multiple of 8 up to ", punica::kMaxRank, ", got ", max_rank);
-  int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);
-  STD_TORCH_CHECK(v.numel() >= num_rows * slices * max_rank, "v holds ", v.numel(), " floats, want at least ", split);
-  STD_TORCH_CHECK(plan.numel() > punica::kNumCounters, "plan has no room for its counters");
-  auto* const start = static_cast<float*>(v.data_ptr());
-  int64_t const first_part = summed ? split / 2 : 0;
-  int64_t const room = (v.numel() - first_part) / split;
-  int const max_splits = static_cast<int>(std::min<int64_t>(room, std::numeric_limits<int>::max()));
-  int const num_blocks = num_sms * punica::shrink_blocks_per_sm(to_int(num_rows));
-  int* const counters = static_cast<int*>(plan.data_ptr()) + plan.numel() - punica::kNumCounters;
-  return {start, start + first_part, counters, to_int(num_rows), max_splits, num_blocks, summed};
 }
 
 template <typename Params>
