@@ -10,31 +10,43 @@
 
 namespace punica {
 
-constexpr int kShrinkWarps = 8;
-constexpr int kShrinkThreads = 32 * kShrinkWarps;
 constexpr int kStepColumns = 64;  // columns of I a warp takes at a time: 128 bytes of each row
 
-// A warp's tile: kRankTiles * 16 ranks by kRowTiles * 8 rows; kRowGroups groups of warps share out the rows, the warps of
-// a group the columns. kUnroll steps are loaded before the first is used.
-template <int kRankTiles_, int kRowTiles_, int kRowGroups_, int kUnroll_>
+// Whole blocks of so many warps.
+template <int kWarps_>
+struct BlockTeam {
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kThreads = 32 * kWarps;
+  static __device__ int thread() { return threadIdx.x; }
+  static __device__ void sync() { __syncthreads(); }
+};
+
+// The tile of a warp of a team that works on an item: kRankTiles * 16 ranks by kRowTiles * 8 rows; kRowGroups groups of warps share out the rows, the warps
+// of a group the columns. kUnroll steps are loaded before the first is used.
+template <typename Team_, int kRankTiles_, int kRowTiles_, int kRowGroups_, int kUnroll_>
 struct ShrinkTile {
+  using Team = Team_;
   static constexpr int kRankTiles = kRankTiles_;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kUnroll = kUnroll_;
-  static constexpr int kColumnGroups = kShrinkWarps / kRowGroups;
+  static constexpr int kColumnGroups = Team::kWarps / kRowGroups;
   static constexpr int kRanks = 16 * kRankTiles;
   static constexpr int kRows = 8 * kRowTiles * kRowGroups;
   static constexpr int kPitch = kRanks + 4;  // of the reduction buffer: without bank conflicts
   static constexpr int kFloats = kColumnGroups * kRows * kPitch;
 };
-using ShortTile = ShrinkTile<1, 1, 1, 2>;   // segments of 1 to 8 rows
-using MiddleTile = ShrinkTile<2, 2, 1, 1>;  // up to 16 rows
-using TallTile = ShrinkTile<2, 4, 2, 1>;    // up to 64 rows
-static_assert(TallTile::kRows == kMaxTileRows);
+template <typename Team>
+using ShortTile = ShrinkTile<Team, 1, 1, 1, 2>;  // segments of 1 to 8 rows
+template <typename Team>
+using MiddleTile = ShrinkTile<Team, 2, 2, 1, 1>;  // up to 16 rows
+template <typename Team>
+using TallTile = ShrinkTile<Team, 2, 4, 2, 1>;  // up to 64 rows
+using ShrinkBlock = BlockTeam<8>;
+static_assert(TallTile<ShrinkBlock>::kRows == kMaxTileRows);
 
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
-constexpr int kShrinkFloats = max_of(ShortTile::kFloats, max_of(MiddleTile::kFloats, TallTile::kFloats));
+constexpr int kShrinkFloats = max_of(ShortTile<ShrinkBlock>::kFloats, max_of(MiddleTile<ShrinkBlock>::kFloats, TallTile<ShrinkBlock>::kFloats));
 
 struct ShrinkItem {
   int row_start;
@@ -125,24 +137,25 @@ __device__ inline void for_each_quad(ShrinkItem const& item, int lora_rank, Visi
   constexpr int kQuads = Tile::kRanks / 4;
   int const end = round_up(lora_rank, kRowAlignment) - item.rank_start;
 #pragma unroll 1
-  for (int index = threadIdx.x; index < item.row_count * kQuads; index += kShrinkThreads) {
+  for (int index = Tile::Team::thread(); index < item.row_count * kQuads; index += Tile::Team::kThreads) {
     int const r = index % kQuads * 4;
     if (r < end) visit(index / kQuads, r);
   }
 }
 
 // Whether the item is the last of its unit and slice. All that the others have stored is visible then.
+template <typename Team>
 __device__ inline bool is_last(ShrinkParams const& params, ShrinkItem const& item) {
   __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  Team::sync();
+  if (Team::thread() == 0) {
     fence();
     int* const counter = params.scratch.counters + item.counter;
     last = count(counter) == item.splits - 1;
     if (last) *counter = 0;
     fence();
   }
-  __syncthreads();
+  Team::sync();
   return last;
 }
 
@@ -169,12 +182,13 @@ __device__ inline void sum_splits(ShrinkParams const& params, ShrinkItem const& 
   });
 }
 
-// Sums the warps' partial tiles in a fixed order; the splits of a unit too, if expand does not, and this is the last of them.
+// Sums the warps' partial tiles in a fixed order; the splits of a unit too, if expand does not, and this is the last of them. Returns whether the unit's rows
+// are complete in this slice.
 template <typename T, typename Tile>
-__device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRowTiles][4], float* buffer,
+__device__ inline bool reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRowTiles][4], float* buffer,
                                         ShrinkParams const& params, ShrinkItem const& item, int lora_rank, int first_row) {
   int const lane = threadIdx.x % 32;
-  int const column_group = threadIdx.x / 32 % Tile::kColumnGroups;
+  int const column_group = Tile::Team::thread() / 32 % Tile::kColumnGroups;
 #pragma unroll
   for (int m = 0; m < Tile::kRankTiles; ++m)
 #pragma unroll
@@ -185,7 +199,7 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
         int const t = first_row + n * 8 + lane % 4 * 2 + i % 2;
         buffer[(column_group * Tile::kRows + t) * Tile::kPitch + r] = acc[m][n][i];
       }
-  __syncthreads();
+  Tile::Team::sync();
   Scratch const& scratch = params.scratch;
   int64_t const split = static_cast<int64_t>(item.split) * scratch.num_rows * params.tables.slices * item.rank_pitch;
   for_each_quad<Tile>(item, lora_rank, [&](int t, int r) {
@@ -200,8 +214,10 @@ __device__ inline void reduce_and_store(float (&acc)[Tile::kRankTiles][Tile::kRo
       *reinterpret_cast<float4*>(scratch.parts + split + offset) = sum;
     }
   });
-  if (scratch.summed && item.splits > 1 && is_last(params, item)) sum_splits<T, Tile>(params, item, lora_rank);
-  __syncthreads();
+  bool const complete = item.splits == 1 || (scratch.summed && is_last<typename Tile::Team>(params, item));
+  if (complete && item.splits > 1) sum_splits<T, Tile>(params, item, lora_rank);
+  Tile::Team::sync();
+  return complete;
 }
 
 // The kernel after may begin when every block has come here; unless it runs beside this one, it waits for the end itself.
@@ -212,9 +228,9 @@ __device__ inline void wait_and_release(ShrinkParams const& params) {
 
 // The block's first item waits for the kernel before when the weights of its first step are on their way.
 template <typename T, typename Tile, bool kAligned>
-__device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const& item, TableRecord const& record,
+__device__ inline bool shrink_item(ShrinkParams const& params, ShrinkItem const& item, TableRecord const& record,
                                    float* buffer, bool must_wait) {
-  int const warp = threadIdx.x / 32;
+  int const warp = Tile::Team::thread() / 32;
   int const first_row = warp / Tile::kColumnGroups * Tile::kRowTiles * 8;
   float acc[Tile::kRankTiles][Tile::kRowTiles][4] = {};
   int const stride = Tile::kColumnGroups * Tile::kUnroll;
@@ -235,39 +251,45 @@ __device__ inline void shrink_item(ShrinkParams const& params, ShrinkItem const&
             mma_16x8x32<T>(acc[m][n], operands.a[u][half][m][0], operands.a[u][half][m][1], operands.x[u][half][n]);
   }
   if (must_wait) wait_and_release(params);  // this warp had no step
-  reduce_and_store<T, Tile>(acc, buffer, params, item, record.lora_rank, first_row);
+  return reduce_and_store<T, Tile>(acc, buffer, params, item, record.lora_rank, first_row);
+}
+
+// Item `index` of all; returns its unit.
+__device__ inline int4 load_unit(ShrinkParams const& params, WorkList const& work, int splits, int index, ShrinkItem& item) {
+  int const steps = (params.in_features + kStepColumns - 1) / kStepColumns;
+  item.split = index % splits;
+  item.splits = splits;
+  item.counter = index / splits;
+  item.slice = index / splits % params.tables.slices;
+  int4 const unit = load_item(params.tables.plan, work.units_offset, index / splits / params.tables.slices);
+  item.row_start = unit.x;
+  item.row_count = unit.y;
+  item.rank_start = unit.w & 0xffff;
+  item.rank_pitch = work.rank_pitch;
+  item.first_step = steps * item.split / splits;
+  item.end_step = steps * (item.split + 1) / splits;
+  return unit;
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kShrinkThreads, 2) shrink_kernel(const __grid_constant__ ShrinkParams params) {
+__global__ void __launch_bounds__(ShrinkBlock::kThreads, 2) shrink_kernel(const __grid_constant__ ShrinkParams params) {
   __shared__ __align__(16) float buffer[kShrinkFloats];
   if (!params.beside) start_next();
   bool must_wait = true;
   Tables const& tables = params.tables;
   WorkList const work = load_work_list(tables.plan);
   int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
-  int const steps = (params.in_features + kStepColumns - 1) / kStepColumns;
   for (int index = blockIdx.x; index < work.num_units * tables.slices * splits; index += gridDim.x) {
     ShrinkItem item;
-    item.split = index % splits;
-    item.splits = splits;
-    item.counter = index / splits;
-    item.slice = index / splits % tables.slices;
-    int4 const unit = load_item(tables.plan, work.units_offset, index / splits / tables.slices);
+    int4 const unit = load_unit(params, work, splits, index, item);
     TableRecord const record = load_record(tables, item.slice, unit.z);
-    item.row_start = unit.x;
-    item.row_count = unit.y;
-    item.rank_start = unit.w & 0xffff;
-    item.rank_pitch = work.rank_pitch;
     if (item.rank_start >= record.lora_rank) continue;
-    item.first_step = steps * item.split / splits;
-    item.end_step = steps * (item.split + 1) / splits;
     if (unit.w >> 16 == kShrinkChunkShort) {
-      shrink_item<T, ShortTile, kAligned>(params, item, record, buffer, must_wait);
-    } else if (item.row_count <= MiddleTile::kRows) {
-      shrink_item<T, MiddleTile, kAligned>(params, item, record, buffer, must_wait);
+      shrink_item<T, ShortTile<ShrinkBlock>, kAligned>(params, item, record, buffer, must_wait);
+    } else if (item.row_count <= MiddleTile<ShrinkBlock>::kRows) {
+      shrink_item<T, MiddleTile<ShrinkBlock>, kAligned>(params, item, record, buffer, must_wait);
     } else {
-      shrink_item<T, TallTile, kAligned>(params, item, record, buffer, must_wait);
+      shrink_item<T, TallTile<ShrinkBlock>, kAligned>(params, item, record, buffer, must_wait);
     }
     must_wait = false;
   }
@@ -278,7 +300,7 @@ template <typename T>
 cudaError_t launch_shrink(ShrinkParams const& params, LaunchConfig const& config) {
   bool const aligned = params.in_features % 8 == 0 && params.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
   auto* const kernel = aligned ? shrink_kernel<T, true> : shrink_kernel<T, false>;
-  return launch(kernel, params.scratch.num_blocks, kShrinkThreads, params, config);
+  return launch(kernel, params.scratch.num_blocks, ShrinkBlock::kThreads, params, config);
 }
 
 }  // namespace punica
