@@ -1,7 +1,8 @@
 """Operators of Punica in the torch namespace ``punica``: schemas, reference and fake implementations.
 
 Importing this registers the ops with their torch reference for CPU. ``punica_core.ops.cuda.load()`` adds the CUDA
-kernels (``add_product`` needs none). Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank ·
+kernels (``add_product`` needs none; ``lora_linear_tile``, which is no op for others, is the kernel of
+``lora_linear``). Shape legend: ``T`` rows in the step · ``S`` segments · ``R`` lora_rank ·
 ``I``/``O`` in/out features · ``N`` slots · ``H``/``K`` query/kv heads · ``D`` head dim · ``P`` block size · ``L``
 layers. ``arena``, ``table`` and ``plan`` are laid out as :mod:`punica_core.ops.layout` says; ``slices`` matrices that
 share their input (q, k, v; gate, up) go through one call.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from punica_core.ops import checks, reference
+from punica_core.ops.linear import lora_linear_cuda
 
 __all__ = [
     "add_product",
@@ -23,6 +25,7 @@ __all__ = [
     "lora_apply",
     "lora_embed",
     "lora_expand",
+    "lora_linear",
     "lora_shrink",
     "rotary_append",
     "segment_gemm",
@@ -152,6 +155,41 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
     torch.ops.punica.add_product(y, x, weight)
 
 
+def lora_linear(
+    y: Tensor,
+    v: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    max_rank: int,
+) -> None:
+    """Compute a linear layer of few rows with all that adapters add to it, in one kernel.
+
+    **Semantics**: ``y[rows, cols_s] = x[rows] @ weight[cols_s].T + bias[cols_s] + scale * (x[rows] @ A[s, slot].T) @
+    B[s, slot].T`` for each segment (rows, slot) and slice s, without the last term for rows and slices without
+    adapter, rounded once; between the two products of an adapter it is rounded once too. Gains and biases of adapters
+    are not applied: a step whose adapters have any cannot be computed so.
+
+    On GPUs of compute capability 9.0, for steps of at most :data:`~punica_core.ops.linear.MAX_LINEAR_ROWS` rows. The
+    same calls with cuBLAS between shrink and expand elsewhere, and for layers whose widths are no multiples of 8. Best
+    where rows have few adapters; with many, expand of a launch of its own has more of the GPU to work on.
+
+    Args:
+        y: ``[T, sum(out_features)]`` (mutated), rows contiguous, dtype of the arena.
+        v: fp32 scratch (mutated), as for ``lora_shrink``; nothing of it is defined afterwards.
+        x: ``[T, I]``, rows contiguous, dtype of the arena.
+        weight: ``[sum(out_features), I]``, rows contiguous, dtype of the arena.
+        bias: ``[sum(out_features)]`` or None, dtype of the arena.
+        arena, table, plan, max_rank: as for ``lora_shrink``.
+        out_features: O of each slice, in the order of y's columns.
+    """
+    torch.ops.punica.lora_linear(y, v, x, weight, bias, arena, table, plan, out_features, max_rank)
+
+
 def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:
     """Write a step's keys and values into the paged cache.
 
@@ -251,6 +289,9 @@ def lora_apply(
 
 def _register() -> None:
     tables = "Tensor arena, Tensor table, Tensor plan"
+    linear = (
+        f"Tensor(a!) y, Tensor(b!) v, Tensor x, Tensor weight, Tensor? bias, {tables}, int[] out_features, int max_rank"
+    )
     schemas = {
         "lora_shrink": f"(Tensor(a!) v, Tensor x, {tables}, int max_rank, *, bool summed=False, "
         "bool beside=False) -> ()",
@@ -258,6 +299,8 @@ def _register() -> None:
         "bool summed=False, Tensor? x=None, bool overwrite=False) -> ()",
         "lora_embed": f"(Tensor(a!) v, Tensor token_ids, {tables}, int max_rank) -> ()",
         "segment_gemm": f"(Tensor(a!) y, Tensor x, {tables}) -> ()",
+        "lora_linear": f"({linear}) -> ()",
+        "lora_linear_tile": f"({linear}, int[] tile) -> ()",
         "add_product": "(Tensor(a!) y, Tensor x, Tensor weight) -> ()",
         "kv_append": "(Tensor(a!) cache, Tensor key, Tensor value, Tensor kv_slots, int layer) -> ()",
         "rotary_append": "(Tensor(a!) query, Tensor(b!) cache, Tensor qkv, Tensor cos, Tensor sin, Tensor kv_slots, "
@@ -269,6 +312,7 @@ def _register() -> None:
         "lora_shrink": checks.check_shrink,
         "lora_expand": checks.check_expand,
         "lora_embed": checks.check_embed,
+        "lora_linear": checks.check_linear,
         "segment_gemm": checks.check_segment_gemm,
         "add_product": checks.check_add_product,
         "kv_append": checks.check_kv_append,
@@ -277,9 +321,11 @@ def _register() -> None:
     }
     for name, schema in schemas.items():
         _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, getattr(reference, name), "CPU")
-        torch.library.register_fake(f"punica::{name}", fakes[name], lib=_LIBRARY)
+        if name in fakes:
+            _LIBRARY.impl(name, getattr(reference, name), "CPU")
+            torch.library.register_fake(f"punica::{name}", fakes[name], lib=_LIBRARY)
     _LIBRARY.impl("add_product", _add_by_cublas, "CUDA")
+    _LIBRARY.impl("lora_linear", lora_linear_cuda, "CUDA")
 
 
 def _add_by_cublas(y: Tensor, x: Tensor, weight: Tensor) -> None:

@@ -115,6 +115,27 @@ def check_segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan:
     torch._check(table.size(0) == 1, lambda: f"segment_gemm takes one slice, got {table.size(0)}")
 
 
+def check_linear(
+    y: Tensor,
+    v: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    max_rank: int,
+) -> None:
+    check_shrink(v, x, arena, table, plan, max_rank)
+    check_expand(y, v, arena, table, plan, out_features, x.size(1), max_rank)
+    check_add_product(y, x, weight)
+    torch._check(
+        bias is None or (bias.dim() == 1 and bias.size(0) == y.size(1) and bias.dtype == y.dtype),
+        lambda: f"bias must be [{y.size(1)}] of {y.dtype}",
+    )
+
+
 def check_add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
     for name, rows in (("y", y), ("x", x), ("weight", weight)):
         torch._check(

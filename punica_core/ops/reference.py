@@ -18,6 +18,7 @@ from punica_core.ops.checks import (
     check_embed,
     check_expand,
     check_kv_append,
+    check_linear,
     check_rotary_append,
     check_segment_gemm,
     check_shrink,
@@ -158,6 +159,37 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
 def add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
     check_add_product(y, x, weight)
     y.copy_(torch.addmm(y.float(), x.float(), weight.float().t()))
+
+
+def lora_linear(
+    y: Tensor,
+    v: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    out_features: Sequence[int],
+    max_rank: int,
+) -> None:
+    check_linear(y, v, x, weight, bias, arena, table, plan, out_features, max_rank)
+    lora_shrink(v, x, arena, table, plan, max_rank)
+    hidden = _scratch(v, y.size(0), table.size(0), plan)
+    out = x.float() @ weight.float().T
+    if bias is not None:
+        out += bias.float()
+    for rows, slot in segments(plan):
+        column = 0
+        for index, width in enumerate(out_features):
+            record = read_record(table, index, slot)
+            if record.lora_rank:
+                b = _matrix(arena, record.b_offset, width, record.lora_rank, row_pitch(record.lora_rank))
+                out[rows, column : column + width] += record.scale * (
+                    hidden[rows, index, : record.lora_rank] @ b.float().T
+                )
+            column += width
+    y.copy_(out)
 
 
 def kv_append(cache: Tensor, key: Tensor, value: Tensor, kv_slots: Tensor, layer: int) -> None:

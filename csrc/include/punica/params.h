@@ -49,6 +49,7 @@ constexpr int kHeaderWords = 12;
 
 // The last words of a plan are counters, zero between kernels: of the splits that are done of a shrink unit in one slice.
 constexpr int kNumCounters = 4096;
+constexpr int kNumUnitCounters = kNumCounters - 4;  // the others are those of linear_shrink.cuh
 
 // Blocks a multiprocessor. Steps of very few rows leave room for the next kernel's blocks, which then prepare while this one runs.
 inline int shrink_blocks_per_sm(int num_rows) { return num_rows <= 16 ? 1 : 2; }

@@ -126,7 +126,7 @@ __device__ inline int split_count(Scratch const& scratch, int num_units, int sli
   constexpr int kSumOverhead = 2048;  // of the block that is the last of a unit
   constexpr int kCostBits = 26;
   int const splits = static_cast<int>(threadIdx.x % 32) + 1;
-  int const longest = num_units * slices <= kNumCounters ? max(1, in_features / kMinSplitColumns) : 1;
+  int const longest = num_units * slices <= kNumUnitCounters ? max(1, in_features / kMinSplitColumns) : 1;
   unsigned rated = ~0u;
   if (splits <= min(min(kMaxSplits, longest), max(1, scratch.max_splits))) {
     int const waves = quotient(num_units * slices * splits + scratch.num_blocks - 1, scratch.num_blocks);

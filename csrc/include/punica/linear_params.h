@@ -1,0 +1,55 @@
+// Parameters of the kernel that computes a linear layer of few rows with all adapters. No torch here.
+#pragma once
+
+#include <cuda.h>
+
+#include "punica/params.h"
+
+namespace punica {
+
+constexpr int kLinearBox = 64;       // elements of K in a box of the copy engine: 128 bytes, as wide as its swizzle
+constexpr int kMaxLinearRows = 64;
+constexpr int kMaxLinearStages = 12;
+constexpr int kLinearSharedBytes = 208 * 1024;  // beside what is declared
+constexpr int kMaxLinearHeight = 256;
+constexpr int kLinearTileRows = 64;  // output columns of a warpgroup's product
+
+// How the work is cut: a cluster of `splits` blocks has `height` output columns, and each block a part of K.
+struct LinearTile {
+  int rows;    // of the step that fit: 8, 16, 32 or 64
+  int height;  // a multiple of 16 splits
+  int splits;  // 1, 2, 4 or 8
+  int boxes;   // of K in a stage, 1 or 2
+  int stages;  // of the ring, at most: as few as keep memory busy, as what is on its way delays all other loads
+};
+
+struct LinearParams {
+  CUtensorMap weight;   // [O, I] in boxes of `height` rows
+  CUtensorMap x;        // [T, I] in boxes of `rows` rows
+  ShrinkParams shrink;
+  void const* bias;     // [O] or nullptr
+  void* y;              // [T, O]
+  int64_t y_stride;
+  LinearTile tile;
+  int stages;
+  int num_rows;
+  int out_features;
+  int num_steps;  // of K, each as long as a stage
+  int widths[kMaxSlices];
+  int columns[kMaxSlices];
+
+  // Products of 64 columns that a block computes: as many as there are kernels for.
+  __host__ __device__ int num_parts() const {
+    int const parts = (tile.height + kLinearTileRows - 1) / kLinearTileRows;
+    return parts > 2 ? 4 : parts;
+  }
+  __host__ __device__ int stage_bytes() const { return tile.boxes * (tile.height + tile.rows) * 2 * kLinearBox; }
+  // Where the sums of a block's columns meet: [splits, rows, pitch] floats, without bank conflicts.
+  __host__ __device__ int exchange_pitch() const { return tile.height / tile.splits + 4; }
+  __host__ __device__ int exchange_bytes() const { return tile.splits * tile.rows * exchange_pitch() * 4; }
+};
+
+template <typename T>
+cudaError_t launch_linear(LinearParams const& params, int shared_bytes, LaunchConfig const& config);
+
+}  // namespace punica

@@ -1,0 +1,3 @@
+#include "punica/linear.cuh"
+
+template cudaError_t punica::launch_linear<__half>(punica::LinearParams const&, int, punica::LaunchConfig const&);

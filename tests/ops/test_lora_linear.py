@@ -1,0 +1,314 @@
+"""A linear layer with its adapters in one op: what it means on a CPU, the kernel and its stand-in on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from punica_core import ops
+from punica_core.lora.layers import LinearGroup
+from punica_core.lora.table_step import can_fuse
+from punica_core.ops import linear as linear_ops
+from punica_core.ops.layout import NUM_COUNTERS
+from punica_core.ops.linear import MAX_LINEAR_ROWS, LinearTile, linear_tile
+from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
+from tests.support.numerics import assert_as_exact_as_torch
+
+CPU = pytest.param("cpu", torch.float32, id="cpu-fp32")
+CPU_BF16 = pytest.param("cpu", torch.bfloat16, id="cpu-bf16")
+GPU_BF16 = pytest.param("cuda", torch.bfloat16, id="gpu-bf16", marks=pytest.mark.gpu)
+GPU_FP16 = pytest.param("cuda", torch.float16, id="gpu-fp16", marks=pytest.mark.gpu)
+targets = pytest.mark.parametrize(("device", "dtype"), [CPU, CPU_BF16, GPU_BF16, GPU_FP16])
+
+
+@dataclasses.dataclass
+class Layer:
+    """A base layer under the adapters of a batch."""
+
+    batch: LoraBatch
+    weight: Tensor
+    bias: Tensor | None
+
+    def run(self, y: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        """The op, into memory that held NaN."""
+        batch = self.batch
+        out = torch.full_like(batch.y, torch.nan) if y is None else y
+        batch.v.fill_(torch.nan)
+        tables = (batch.arena.buffer, batch.table, batch.plan.plan)
+        rows = batch.x if x is None else x
+        ops.lora_linear(out, batch.v, rows, self.weight, self.bias, *tables, batch.out_features, batch.max_rank)
+        return out
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The same maths without the ops, with every intermediate in `dtype`."""
+        y = torch.nn.functional.linear(
+            self.batch.x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        )
+        return dataclasses.replace(self.batch, y=y).expected(dtype)
+
+    def check(self, got: Tensor | None = None) -> None:
+        out = self.run() if got is None else got
+        assert_as_exact_as_torch(out, self.expected(), self.expected(out.dtype))
+
+    def begin(self, row_slots: Sequence[int]) -> None:
+        self.batch.row_slots = np.asarray(row_slots, np.int32)
+        self.batch.plan.set_rows(self.batch.row_slots, self.batch.tables.slot_rank)
+
+
+def make_layer(
+    row_slots: Sequence[int],
+    *,
+    in_features: int = 1040,
+    out_features: Sequence[int] = (520, 72),
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    ranks: Sequence[int] = MIXED_RANKS,
+    missing: Sequence[tuple[int, int]] = (),
+    max_rank: int | None = None,
+) -> Layer:
+    batch = make_batch(
+        row_slots,
+        ranks=ranks,
+        in_features=in_features,
+        out_features=out_features,
+        dtype=dtype,
+        device=device,
+        missing=missing,
+        max_rank=max_rank,
+    )
+    generator = torch.Generator(device).manual_seed(1)
+    total = sum(out_features)
+    weight = torch.randn(total, in_features, generator=generator, device=device).to(dtype) / in_features**0.5
+    own_bias = torch.randn(total, generator=generator, device=device).to(dtype) if bias else None
+    return Layer(batch, weight, own_bias)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LinearTile | None]:
+    """The tiles that calls from now on choose."""
+    seen: list[LinearTile | None] = []
+
+    def recording(*arguments, **options) -> LinearTile | None:
+        seen.append(linear_tile(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(linear_ops, "linear_tile", recording)
+    return seen
+
+
+@targets
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "counts",
+    [[1], [7, 1, 9, 33], [64], [1, 63], [50, 14], [3] * 20, [1] * 64, [17], [32], [2, 2], [5] * 12],
+    ids=lambda counts: f"{len(counts)}x{max(counts)}",
+)
+def test_every_row_gets_the_base_and_its_own_adapter(device, dtype, counts, bias) -> None:
+    make_layer(rows_of(counts), bias=bias, dtype=dtype, device=device).check()
+
+
+@targets
+@pytest.mark.parametrize("lora_rank", MIXED_RANKS)
+def test_any_rank(device, dtype, lora_rank) -> None:
+    make_layer(rows_of([1, 9, 30], base_rows=2), ranks=[lora_rank], dtype=dtype, device=device).check()
+
+
+@targets
+@pytest.mark.parametrize(
+    ("in_features", "out_features"),
+    [
+        (4096, (4096, 1024, 1024)),
+        (1024, (4096,)),
+        (512, (17408, 17408)),
+        (14336, (256,)),
+        (1000, (24, 8, 40)),
+        (64, (8,)),
+    ],
+    ids=str,
+)
+def test_any_width(device, dtype, in_features, out_features) -> None:
+    if device == "cpu" and in_features * sum(out_features) > 1 << 24:
+        pytest.skip("takes a CPU long")
+    layer = make_layer(
+        rows_of([3, 12, 1], base_rows=1), in_features=in_features, out_features=out_features, dtype=dtype, device=device
+    )
+    layer.check()
+
+
+@targets
+@pytest.mark.parametrize("num_rows", [8, 16, 17, 64])
+def test_rows_without_an_adapter_are_the_base_product(device, dtype, num_rows) -> None:
+    layer = make_layer([-1] * (num_rows - 5) + [0] * 4 + [-1], dtype=dtype, device=device)
+    adapted = layer.run()
+    layer.begin([-1] * num_rows)
+    base = layer.run()
+    others = layer.batch.row_slots < 0
+    others[num_rows - 5 : num_rows - 1] = False
+    assert torch.equal(adapted[others], base[others])
+    assert not torch.equal(adapted, base)
+    layer.check(base)
+
+
+@targets
+def test_slices_that_an_adapter_does_not_target(device, dtype) -> None:
+    layer = make_layer(
+        rows_of([2, 30]),
+        ranks=[16, 4],
+        out_features=(264, 32, 72),
+        missing=[(0, 1), (1, 0)],
+        dtype=dtype,
+        device=device,
+    )
+    layer.check()
+
+
+@targets
+def test_outputs_and_inputs_may_be_parts_of_wider_ones(device, dtype) -> None:
+    layer = make_layer(rows_of([4, 9], base_rows=1), dtype=dtype, device=device)
+    storage = torch.full((14, 600), 7.0, dtype=dtype, device=device)
+    wide = torch.full((14, 1040 + 16), torch.nan, dtype=dtype, device=device)
+    wide[:, 8:1048] = layer.batch.x
+    got = layer.run(storage[:, :592], wide[:, 8:1048])
+    assert torch.equal(got, layer.run())
+    assert (storage[:, 592:] == 7).all()
+
+
+@targets
+def test_another_adapter_gives_another_answer(device, dtype) -> None:
+    layer = make_layer(rows_of([9, 9]), dtype=dtype, device=device)
+    want = layer.expected()
+    layer.begin([1] * 9 + [0] * 9)
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_torch(layer.run(), want, want.to(dtype))
+
+
+@targets
+def test_opcheck(device, dtype) -> None:
+    batch = (layer := make_layer(rows_of([3, 5], base_rows=1), dtype=dtype, device=device)).batch
+    tables = (batch.arena.buffer.nan_to_num(), batch.table, batch.plan.plan)
+    arguments = (torch.zeros_like(batch.y), torch.zeros_like(batch.v), batch.x, layer.weight, None, *tables)
+    torch.library.opcheck(torch.ops.punica.lora_linear.default, (*arguments, batch.out_features, batch.max_rank))
+
+
+@pytest.mark.gpu
+def test_one_graph_replays_any_mix_with_the_bits_of_eager_and_leaves_its_counters_at_zero(monkeypatch) -> None:
+    tiles = launched(monkeypatch)
+    layer = make_layer(rows_of([1] * 40))
+    out = torch.empty_like(layer.batch.y)
+    layer.run(out)
+    assert tiles == [LinearTile(64, 32, 2, 2, 8)], "the kernel is what is tested"
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.run(out)
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        adapters = generator.choice(40, int(generator.integers(1, 41)), replace=False)
+        rows = generator.choice(adapters, 40)
+        rows[generator.random(40) < generator.choice([0.0, 0.1, 0.9])] = -1
+        layer.begin(np.sort(rows))
+        want = layer.run()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
+        assert not layer.batch.plan.plan[-NUM_COUNTERS:].any()
+    layer.check(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [({}, True), ({"in_features": 1036}, False), ({"out_features": (516, 72)}, False), ({"max_rank": 256}, True)],
+    ids=["kernel", "odd depth", "odd width", "rank 256"],
+)
+def test_what_the_kernel_does_not_take_is_computed_by_cublas(monkeypatch, change, fused) -> None:
+    tiles = launched(monkeypatch)
+    layer = make_layer(rows_of([4, 9, 20]), ranks=[16], **change)
+    layer.check()
+    assert [tile is not None for tile in tiles] == [fused]
+
+
+@pytest.mark.gpu
+def test_long_steps_are_computed_by_cublas(monkeypatch) -> None:
+    tiles = launched(monkeypatch)
+    make_layer(rows_of([40, 26])).check()
+    assert tiles == [None]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((4096, 4096, 1), LinearTile(8, 64, 2, 2, 6)),
+        ((6144, 4096, 3), LinearTile(8, 96, 2, 2, 4)),
+        ((28672, 4096, 2), LinearTile(8, 224, 1, 1, 4)),
+        ((4096, 14336, 1), LinearTile(8, 64, 2, 2, 6)),
+    ],
+    ids=["o", "qkv", "gate_up", "down"],
+)
+def test_llama_8b_fills_the_multiprocessors_of_an_h200_once(shape, tile) -> None:
+    out_features, in_features, slices = shape
+    assert linear_tile(5, out_features, in_features, slices=slices, max_rank=256, num_sms=132) == tile
+    assert -(-out_features // tile.height) * tile.splits == 128
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 33, 64])
+@pytest.mark.parametrize("out_features", [8, 576, 1032, 4608, 8192, 28672, 32768])
+def test_a_tile_covers_the_layer_and_fits_shared_memory(num_rows, out_features) -> None:
+    tile = linear_tile(num_rows, out_features, 4096, slices=1, max_rank=64, num_sms=132)
+    assert tile is not None
+    assert num_rows <= tile.rows <= MAX_LINEAR_ROWS
+    assert tile.height % (16 * tile.splits) == 0
+    assert 16 <= tile.height <= 256
+    stage = tile.boxes * (tile.height + tile.rows) * 128
+    sums = tile.splits * tile.rows * (tile.height // tile.splits + 4) * 4
+    assert 2 * stage + max(sums, 64 * 128) + 1024 <= 208 << 10
+    assert tile.splits > 1 or sums <= 2 * stage
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_rows": 0},
+        {"num_rows": 65},
+        {"in_features": 4100},
+        *({"out_features": width} for width in (4100, 12288, 22016, 57344)),
+    ],
+    ids=str,
+)
+def test_what_has_no_tile(wrong) -> None:
+    right = {"num_rows": 5, "out_features": 4096, "in_features": 4096}
+    assert linear_tile(**right, slices=1, max_rank=64, num_sms=132) is not None
+    assert linear_tile(**(right | wrong), slices=1, max_rank=64, num_sms=132) is None
+
+
+def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch) -> None:
+    llama = [
+        LinearGroup(0, ("q", "k", "v"), 4096, (4096, 1024, 1024)),
+        LinearGroup(1, ("gate", "up"), 4096, (14336, 14336)),
+        LinearGroup(2, ("down",), 14336, (4096,)),
+    ]
+    assert not can_fuse(llama, 256, torch.device("cpu"))
+    monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
+    monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
+    assert can_fuse(llama, 256, torch.device("cuda"))
+    wide = LinearGroup(1, ("gate", "up"), 4096, (28672, 28672))
+    assert not can_fuse([llama[0], wide, llama[2]], 256, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: dataclasses.replace(layer, weight=layer.weight[:-1]), "is not x"),
+        (lambda layer: dataclasses.replace(layer, weight=layer.weight.double()), "one dtype"),
+        (lambda layer: dataclasses.replace(layer, bias=torch.zeros(3)), "bias must be"),
+    ],
+    ids=["width", "dtype", "bias"],
+)
+def test_wrong_arguments_are_named(change, message) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        change(make_layer([0, 0], dtype=torch.float32, device="cpu")).run()
