@@ -134,7 +134,7 @@ class DeviceRunner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if key.order is LoRAOrder.NONE or self._lora is None or not self._lora.beside:
+            if key.order is not LoRAOrder.BESIDE or self._lora is None or not self._lora.beside:
                 raise
             logger.warning("shrink does not run beside the base product, as capturing that failed: %s", error)
             self._lora.beside = False

@@ -53,7 +53,7 @@ class ModelForward:
         loaded, lora = self._loaded, self._lora
         if order is not LoRAOrder.NONE:
             assert lora is not None, "the step has adapters and there is nothing to compute them with"
-            lora.ahead = order is LoRAOrder.AHEAD
+            lora.running = order
             loaded.lora.table_step = lora
         loaded.embedding_lora.step = loaded.head_lora.table_step = self._vocabulary if with_vocabulary else None
         try:

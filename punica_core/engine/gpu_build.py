@@ -28,7 +28,7 @@ from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
 from punica_core.lora.table_modules import TableModules
-from punica_core.lora.table_step import TableLoRA, bind_tables, lora_orders
+from punica_core.lora.table_step import TableLoRA, bind_tables, can_fuse, lora_orders
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -168,7 +168,10 @@ class _Builder:
         budget = config.max_num_batched_tokens
         cache = allocate_kv_cache(loaded, 1)  # in the end it has one block more than the plan: it is measured with it
         whole_mixed = attends_whole(cache, loaded.num_heads)
-        self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed) if has_graphs else GraphSizes()
+        fused = config.lora and can_fuse(loaded.groups, config.max_lora_rank, loaded.device)
+        self.sizes = GraphSizes()
+        if has_graphs:
+            self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed, fused=fused)
         self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
         if reason is None:
             largest = self.sizes.largest
@@ -273,7 +276,11 @@ class _Builder:
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self.modules, tables)
-        return TableLoRA(tables, arena, max_rows=self._limits.max_rows, max_rank=self._limits.max_rank, beside=True)
+        # Fused steps are compiled where they are captured.
+        limits = self._limits
+        return TableLoRA(
+            tables, arena, max_rows=limits.max_rows, max_rank=limits.max_rank, beside=True, fused=self.sizes.fused
+        )
 
     def _runner(
         self, lora: TableLoRA | None, vocabulary: VocabularyStep | None = None, *, padding_block: int

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from punica_core import ops
-from punica_core.lora.layers import LoRALinear
+from punica_core.lora.layers import LinearGroup, LoRALinear
 from punica_core.lora.linear import linear
 from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
+from punica_core.ops.linear import MAX_LINEAR_ROWS, takes_layer
 from punica_core.ops.plan import MAX_DECODE_ROWS
 
 
@@ -28,23 +29,44 @@ class LoRAOrder(Enum):
     """Shrink; the base product, beside it in captured graphs; expand adds to it."""
     AHEAD = auto()
     """Shrink and expand; the base product is added to what they wrote, which saves reading and writing it once more."""
+    FUSED = auto()
+    """Base product, shrink and expand in one kernel, for few rows of few adapters."""
 
 
-def lora_orders(num_rows: int, *, lora: bool = True) -> tuple[LoRAOrder, ...]:
-    """The orders that steps of `num_rows` rows are computed in, padding counted. lora: there may be adapters."""
+MAX_FUSED_ADAPTERS = 4
+"""Runs of rows of one adapter in a step that is fused, at most: with 8, either order takes as long on an H200."""
+
+
+def lora_orders(num_rows: int, *, lora: bool = True, fused: bool = False) -> tuple[LoRAOrder, ...]:
+    """The orders that steps of `num_rows` rows are computed in, padding counted.
+
+    lora: there may be adapters. fused: the GPU has a kernel for that.
+    """
     if not lora:
         return (LoRAOrder.NONE,)
-    if num_rows <= MAX_DECODE_ROWS:
-        return (LoRAOrder.BESIDE, LoRAOrder.NONE)
-    return (LoRAOrder.AHEAD, LoRAOrder.BESIDE, LoRAOrder.NONE)
+    if num_rows > MAX_DECODE_ROWS:
+        return (LoRAOrder.AHEAD, LoRAOrder.BESIDE, LoRAOrder.NONE)
+    if fused and num_rows <= MAX_LINEAR_ROWS:
+        return (LoRAOrder.FUSED, LoRAOrder.BESIDE, LoRAOrder.NONE)
+    return (LoRAOrder.BESIDE, LoRAOrder.NONE)
+
+
+def can_fuse(groups: Sequence[LinearGroup], max_rank: int, device: torch.device) -> bool:
+    """Whether one kernel computes each of a model's layers with its adapters. max_rank: bound of every lora_rank."""
+    rank = row_pitch(max_rank)
+    return all(
+        takes_layer(sum(group.out_features), group.in_features, slices=len(group.paths), max_rank=rank, device=device)
+        for group in groups
+    )
 
 
 class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
-    runs beside shrink; may be turned off before they are captured. ahead: the next step is in `LoRAOrder.AHEAD`, as
-    far as layers without a bias go; set by who runs it.
+    runs beside shrink; may be turned off before they are captured. fused: steps may be in `LoRAOrder.FUSED`.
+    running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a bias are computed
+    as in `BESIDE`.
     """
 
     def __init__(
@@ -55,6 +77,7 @@ class TableLoRA:
         max_rows: int,
         max_rank: int,
         beside: bool = False,
+        fused: bool = False,
     ) -> None:
         device = arena.buffer.device
         self._max_rank = row_pitch(max_rank)
@@ -62,7 +85,8 @@ class TableLoRA:
         self._slot_rank = tables.slot_rank
         self._slot_affine = tables.slot_affine
         self.beside = beside
-        self.ahead = False
+        self.fused = fused
+        self.running = LoRAOrder.BESIDE
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
 
@@ -86,12 +110,17 @@ class TableLoRA:
 
         A gain multiplies the base product too, so it must be there before; that decides for the whole step.
         """
-        used = row_slots[row_slots >= 0]
+        adapted = row_slots >= 0
+        used = row_slots[adapted]
         if not len(used):
             return LoRAOrder.NONE
-        if LoRAOrder.AHEAD not in lora_orders(len(row_slots)) or np.any(self._slot_affine[used]):
+        best = lora_orders(len(row_slots), fused=self.fused)[0]
+        if np.any(self._slot_affine[used]):
             return LoRAOrder.BESIDE
-        return LoRAOrder.AHEAD
+        if best is LoRAOrder.FUSED:
+            runs = int(adapted[0]) + np.count_nonzero((row_slots[1:] != row_slots[:-1]) & adapted[1:])
+            return best if runs <= MAX_FUSED_ADAPTERS else LoRAOrder.BESIDE
+        return best
 
     def begin(self, row_slots: Int32Array) -> None:
         """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
@@ -101,7 +130,12 @@ class TableLoRA:
         self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """See `TableStep.product`; T is the number of rows of the step begun last."""
-        if self.ahead and bias is None:
+        if self.running is LoRAOrder.FUSED:
+            y = x.new_empty(x.size(0), weight.size(0))
+            v = self._scratch(out_features, x)
+            tables = (self._arena, table, self._plan)
+            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, self._max_rank)
+        elif self.running is LoRAOrder.AHEAD and bias is None:
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._shrink(table, out_features, x, summed=True)
             self._expand(table, out_features, x, v, y, summed=True, overwrite=True)
@@ -115,11 +149,14 @@ class TableLoRA:
     def _shrink(
         self, table: Tensor, out_features: Sequence[int], x: Tensor, *, summed: bool, beside: bool = False
     ) -> Tensor:
-        # Compiled and captured code gives every layer the same memory for v.
-        elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
-        v = torch.empty(elements, dtype=torch.float32, device=x.device)
+        v = self._scratch(out_features, x)
         ops.lora_shrink(v, x, self._arena, table, self._plan, self._max_rank, summed=summed, beside=beside)
         return v
+
+    def _scratch(self, out_features: Sequence[int], x: Tensor) -> Tensor:
+        # Compiled and captured code gives every layer the same memory for it.
+        elements = scratch_elements(x.size(0), len(out_features), self._max_rank)
+        return torch.empty(elements, dtype=torch.float32, device=x.device)
 
     def _expand(
         self,

@@ -126,7 +126,7 @@ def test_ahead_products_are_added_to_what_expand_wrote(mlp: Mlp, x: Tensor) -> N
     mlp.context.table_step = mlp.lora
     with torch.inference_mode():
         beside = mlp(x)
-        mlp.lora.ahead = True
+        mlp.lora.running = LoRAOrder.AHEAD
         with Recorder() as recorder:
             ahead = mlp(x)
         mlp.context.table_step = None
@@ -149,7 +149,7 @@ def test_what_was_in_the_memory_before_would_show(x: Tensor, monkeypatch: pytest
         assert overwrite
         torch.ops.punica.lora_expand(y.fill_(1.0), *arguments, **options)
 
-    mlp.context.table_step, mlp.lora.ahead = mlp.lora, True
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.AHEAD
     monkeypatch.setattr(ops, "lora_expand", forgetful)
     with torch.inference_mode():
         wrong = (mlp(x).double() - mlp.expected(x)).abs().amax(-1)
@@ -185,6 +185,39 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
     assert lora.order(np.array(row_slots, np.int32)) is expected, "the slot has another adapter"
 
 
+@pytest.mark.parametrize(
+    ("row_slots", "order"),
+    [
+        ([-1] * 64, LoRAOrder.NONE),
+        ([0] * 64, LoRAOrder.FUSED),
+        ([0] * 65, LoRAOrder.BESIDE),
+        ([-1, 0, 0, -1, 1, -1], LoRAOrder.FUSED),
+        ([0, 1, 0, 1, -1, -1], LoRAOrder.FUSED),
+        ([0, 1, 0, 1, -1, 0], LoRAOrder.BESIDE),
+        ([0, 0, 2], LoRAOrder.BESIDE),
+    ],
+    ids=["base", "one adapter", "more rows", "two adapters", "four runs", "five runs", "one of them with a gain"],
+)
+def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
+    arena, tables = Arena(1 << 12, dtype=torch.float32), AdapterTables(1, 3)
+    plain = ModuleWeights(torch.randn(4, HIDDEN), torch.randn(WIDE, 4), 1.0)
+    for slot, gain in enumerate((None, None, torch.ones(WIDE))):
+        tables.write(slot, {0: dataclasses.replace(plain, row_gain=gain)}, arena)
+    rows = np.array(row_slots, np.int32)
+    fused, plain_lora = (TableLoRA(tables, arena, max_rows=65, max_rank=8, fused=fused) for fused in (True, False))
+    assert fused.order(rows) is order
+    assert order in lora_orders(len(rows), fused=True)
+    assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
+
+
+def test_a_fused_layer_is_one_op(mlp: Mlp, x: Tensor) -> None:
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
+    with torch.inference_mode(), Recorder() as recorder:
+        got = mlp(x)
+    assert [name for name, _, _ in recorder.calls] == ["punica::lora_linear"] * 2
+    torch.testing.assert_close(got.double(), mlp.expected(x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_step_without_lora_has_one_order() -> None:
     assert lora_orders(MANY, lora=False) == lora_orders(1, lora=False) == (LoRAOrder.NONE,)
 
@@ -208,7 +241,7 @@ CALL = re.compile(r"^        (?:torch\.ops\.)?(punica\.\w+|extern_kernels\.\w+|c
 def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
     torch._dynamo.reset()
     mlp = Mlp(bias=False)
-    mlp.context.table_step, mlp.lora.ahead = mlp.lora, True
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.AHEAD
     with torch.inference_mode():
         want = mlp(x)
         got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
@@ -224,6 +257,21 @@ def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_compiled_code_of_a_fused_layer_copies_nothing(mlp: Mlp, x: Tensor) -> None:
+    torch._dynamo.reset()
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
+    with torch.inference_mode():
+        want = mlp(x)
+        got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    body = code[0][code[0].index("def call(") : code[0].index("runner = ")]
+    calls = [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
+    assert calls == ["punica.lora_linear"] * 2
+    assert "clone" not in body
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 def test_each_order_is_compiled_once(x: Tensor) -> None:
     torch._dynamo.reset()
     mlp, counter = Mlp(bias=False), CompileCounter()
@@ -231,9 +279,9 @@ def test_each_order_is_compiled_once(x: Tensor) -> None:
     with torch.inference_mode():
         for num_rows in (13, 7, 60):
             mlp.lora.begin(np.zeros(num_rows, np.int32))
-            for ahead in (True, False, None):
-                mlp.context.table_step = None if ahead is None else mlp.lora
-                mlp.lora.ahead = bool(ahead)
+            for order in LoRAOrder:
+                mlp.context.table_step = None if order is LoRAOrder.NONE else mlp.lora
+                mlp.lora.running = order
                 compiled(x[:1].repeat(num_rows, 1))
     assert counter.frame_count == len(LoRAOrder)
 
