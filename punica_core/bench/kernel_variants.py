@@ -33,7 +33,14 @@ _STEPS: Final = (
     *(("skewed", batch) for batch in (8, 128)),
     *(("distinct", batch) for batch in (8, 64)),
 )
-_MODEL_STEPS: Final = (("identical", 1), ("identical", 64), ("distinct", 8), ("distinct", 64))
+_MODEL_STEPS: Final = (
+    ("identical", 1),
+    ("identical", 8),
+    ("identical", 64),
+    ("distinct", 4),
+    ("distinct", 8),
+    ("distinct", 64),
+)
 _MEMORIES: Final = (
     ("compact", None),
     ("engine", EngineMemory()),
@@ -147,16 +154,21 @@ def measure_model() -> Times:
     out: Times = {}
     for popularity, batch in _MODEL_STEPS:
         case = ModelCase(Step.of(popularity, batch, [16]))
+        case.check(case.fused)
         names = ["base", "chained", "early"]
         graphs = [capture(case.base), capture(case.chained)]
         want = [y.clone() for y in case.y]
         graphs.append(capture(case.early))
         wants = [want, want]
-        for name, summed in (("beside", True), ("not summed", False)):
-            run = functools.partial(case.beside, summed=summed)
-            run()
+        others: dict[str, Callable[[], None]] = {
+            "beside": case.beside,
+            "not summed": functools.partial(case.beside, summed=False),
+            "fused": case.fused,
+        }
+        for name, order in others.items():
+            order()
             wants.append([y.clone() for y in case.y])
-            graphs.append(capture(run))
+            graphs.append(capture(order))
             names.append(name)
         for name, graph, expected in zip(names[1:], graphs[1:], wants, strict=True):
             for _ in range(3):
@@ -200,7 +212,7 @@ def measure_prefill() -> Times:
         for segments in (1, 16):
             for rank in (16, 64):
                 case = ModelCase(Step((num_rows // segments,) * segments, (rank,) * segments), num_layers=2)
-                case.check_ahead()
+                case.check(case.ahead)
                 base, *orders = replay_ms([capture(run) for run in (case.base, case.chained, case.ahead)], replays=15)
                 for name, ms in zip(("prompt", "ahead"), orders, strict=True):
                     out[f"{name} {num_rows} / {segments} r{rank}"] = 100 * (ms - base) / base

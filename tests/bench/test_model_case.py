@@ -44,11 +44,12 @@ def test_every_order_of_the_kernels_computes_the_same(memory: EngineMemory | Non
         torch.testing.assert_close(y - before, expected)
 
 
+@pytest.mark.parametrize("order", ["ahead", "fused"])
 @pytest.mark.parametrize("memory", [None, EngineMemory()], ids=str)
-def test_ahead_rounds_in_other_places_and_no_more(memory: EngineMemory | None) -> None:
+def test_some_orders_round_in_other_places_and_no_more(memory: EngineMemory | None, order: str) -> None:
     case = case_of(memory, dtype=torch.bfloat16)
     arena = case.arena.clone()
-    case.check_ahead()
+    case.check(getattr(case, order))
     assert torch.equal(case.arena, arena), "what is timed has the usual weights"
 
 
@@ -69,15 +70,26 @@ def adds_nothing(y: Tensor, x: Tensor, weight: Tensor) -> None:
     pass
 
 
+def multiplies_only(y: Tensor, v: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> None:
+    torch.mm(x, weight.t(), out=y)
+
+
 @pytest.mark.parametrize(
-    ("op", "wrong"),
-    [("lora_expand", expands_nothing), ("lora_expand", expands_one_row_less), ("add_product", adds_nothing)],
+    ("order", "op", "wrong"),
+    [
+        ("ahead", "lora_expand", expands_nothing),
+        ("ahead", "lora_expand", expands_one_row_less),
+        ("ahead", "add_product", adds_nothing),
+        ("fused", "lora_linear", multiplies_only),
+    ],
 )
-def test_a_wrong_order_is_found(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable[..., None]) -> None:
+def test_a_wrong_order_is_found(
+    monkeypatch: pytest.MonkeyPatch, order: str, op: str, wrong: Callable[..., None]
+) -> None:
     case = case_of(None, dtype=torch.bfloat16)
     monkeypatch.setattr(ops, op, wrong)
-    with pytest.raises(WrongResult, match="ahead is not chained"):
-        case.check_ahead()
+    with pytest.raises(WrongResult, match="not what chained gives"):
+        case.check(getattr(case, order))
 
 
 def test_where_records_and_rows_lie_changes_nothing_and_another_adapter_does() -> None:
