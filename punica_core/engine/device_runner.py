@@ -123,22 +123,31 @@ class DeviceRunner:
                 on_progress(done / len(steps))
                 batch = self._packer.pack((), (), {}, step, in_graph=True)
                 for key in sizes.keys(step, lora=self._lora is not None):
+                    if self._lora is not None and key.order in self._lora.dropped:
+                        continue
                     self._begin(batch, key.cut)
                     self._capture(graphs, key, functools.partial(self._forward, batch, key.order))
         self.graphs = graphs
 
     def _capture(self, graphs: StepGraphs, key: GraphKey, run: Callable[[], Tensor]) -> None:
-        """Capture one step, without kernels beside one another if that is what fails."""
-        try:
-            graphs.capture(key, run)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if key.order is not LoRAOrder.BESIDE or self._lora is None or not self._lora.beside:
-                raise
-            logger.warning("shrink does not run beside the base product, as capturing that failed: %s", error)
-            self._lora.beside = False
-            graphs.capture(key, run)
+        """Capture one step. What makes that fail is given up for all steps if they can do without it: shrink beside the
+        base product, or else the step's order."""
+        lora = self._lora
+        error = _failure(graphs, key, run)
+        # Layers with a bias run shrink beside the base product in the order AHEAD, too.
+        if error is not None and lora is not None and lora.beside and key.order in (LoRAOrder.AHEAD, LoRAOrder.BESIDE):
+            lora.beside = False
+            first, error = error, _failure(graphs, key, run)
+            if error is None:
+                logger.warning("shrink does not run beside the base product, as capturing that failed: %s", first)
+            else:
+                lora.beside = True
+        if error is None:
+            return
+        if lora is None or key.order in (LoRAOrder.BESIDE, LoRAOrder.NONE):
+            raise error
+        lora.dropped.add(key.order)
+        logger.warning("LoRA is never computed in the order %s, as capturing that failed: %s", key.order.name, error)
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""
@@ -231,6 +240,17 @@ class PendingDeviceStep:
                 return
             top = part.row.sequence.sampling.prompt_logprobs or 0
             result.prompt_logprobs[request_id] = self.sampler.prompt_logprobs(scores, token_ids, top)
+
+
+def _failure(graphs: StepGraphs, key: GraphKey, run: Callable[[], Tensor]) -> RuntimeError | None:
+    """Why a step could not be captured; None if it was. Raises for want of memory."""
+    try:
+        graphs.capture(key, run)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def not_finite(row: RowPlan) -> str:

@@ -66,7 +66,7 @@ class TableLoRA:
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
     runs beside shrink; may be turned off before they are captured. fused: steps may be in `LoRAOrder.FUSED`.
     running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a bias are computed
-    as in `BESIDE`.
+    as in `BESIDE`. dropped: `AHEAD` or `FUSED`, if no step may be in that order; who runs steps may add to it.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class TableLoRA:
         self._slot_affine = tables.slot_affine
         self.beside = beside
         self.fused = fused
+        self.dropped: set[LoRAOrder] = set()
         self.running = LoRAOrder.BESIDE
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
         self._plan = self._segments.plan
@@ -114,7 +115,8 @@ class TableLoRA:
         used = row_slots[adapted]
         if not len(used):
             return LoRAOrder.NONE
-        best = lora_orders(len(row_slots), fused=self.fused)[0]
+        orders = lora_orders(len(row_slots), fused=self.fused)
+        best = next(order for order in orders if order not in self.dropped)
         if np.any(self._slot_affine[used]):
             return LoRAOrder.BESIDE
         if best is LoRAOrder.FUSED:

@@ -210,6 +210,18 @@ def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: l
     assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
 
 
+def test_a_dropped_order_is_left_for_the_next_best() -> None:
+    tables = AdapterTables(1, 1)
+    tables.slot_rank[0] = 4
+    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=MANY, max_rank=8, fused=True)
+    few, many = np.zeros(64, np.int32), np.zeros(MANY, np.int32)
+    assert [lora.order(few), lora.order(many)] == [LoRAOrder.FUSED, LoRAOrder.AHEAD]
+    lora.dropped.add(LoRAOrder.AHEAD)
+    assert [lora.order(few), lora.order(many)] == [LoRAOrder.FUSED, LoRAOrder.BESIDE]
+    lora.dropped.add(LoRAOrder.FUSED)
+    assert [lora.order(few), lora.order(many)] == [LoRAOrder.BESIDE, LoRAOrder.BESIDE]
+
+
 def test_a_fused_layer_is_one_op(mlp: Mlp, x: Tensor) -> None:
     mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
     with torch.inference_mode(), Recorder() as recorder:
