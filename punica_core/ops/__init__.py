@@ -174,8 +174,8 @@ def lora_linear(
     adapter, rounded once; between the two products of an adapter it is rounded once too. Gains and biases of adapters
     are not applied: a step whose adapters have any cannot be computed so.
 
-    On GPUs of compute capability 9.0, for steps of at most :data:`~punica_core.ops.linear.MAX_LINEAR_ROWS` rows. The
-    same calls with cuBLAS between shrink and expand elsewhere, and for layers whose widths are no multiples of 8. Best
+    On GPUs of compute capability 9.0, for steps and layers that :func:`~punica_core.ops.linear.linear_tile` takes, if
+    rows and bias start on 16 bytes. Else cuBLAS between shrink and expand, which rounds the base product, too. Best
     where rows have few adapters; with many, expand of a launch of its own has more of the GPU to work on.
 
     Args:

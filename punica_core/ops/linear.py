@@ -89,7 +89,7 @@ def lora_linear_cuda(
     if fits_kernel(x.device):
         sizes = {"slices": table.size(0), "max_rank": max_rank, "num_sms": _num_sms(x.device)}
         tile = linear_tile(x.size(0), weight.size(0), weight.size(1), **sizes)
-    if tile is not None and all(_is_aligned(matrix) for matrix in (x, weight, y)):
+    if tile is not None and all(_is_aligned(tensor) for tensor in (x, weight, y, bias) if tensor is not None):
         ops.lora_linear_tile(y, v, x, weight, bias, arena, table, plan, out_features, max_rank, list(tile))
         return
     tables = (arena, table, plan)
@@ -111,5 +111,7 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    return bool(matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0)
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether rows start on 16 bytes, or a vector does, which must be contiguous."""
+    is_aligned: bool = tensor.stride(0) % 8 == 0 if tensor.dim() == 2 else tensor.is_contiguous()
+    return is_aligned and tensor.data_ptr() % 16 == 0

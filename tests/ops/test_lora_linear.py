@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from punica_core import ops
 from punica_core.lora.layers import LinearGroup
 from punica_core.lora.table_step import can_fuse
 from punica_core.ops import linear as linear_ops
+from punica_core.ops import reference
 from punica_core.ops.layout import NUM_COUNTERS
 from punica_core.ops.linear import MAX_LINEAR_ROWS, LinearTile, linear_tile
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
@@ -238,6 +240,64 @@ def test_long_steps_are_computed_by_cublas(monkeypatch) -> None:
     tiles = launched(monkeypatch)
     make_layer(rows_of([40, 26])).check()
     assert tiles == [None]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LinearTile]]:
+    """On a CPU the way that calls take on an H200, with the reference for the kernel: the tiles it is launched with."""
+    tiles = []
+
+    def launch(*arguments: Any) -> None:
+        *others, tile = arguments
+        tiles.append(LinearTile(*tile))
+        reference.lora_linear(*others)
+
+    monkeypatch.setattr(ops, "lora_linear", linear_ops.lora_linear_cuda)
+    monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
+    monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
+    with torch.library._scoped_library("punica", "IMPL") as library:
+        library.impl("lora_linear_tile", launch, "CPU")
+        yield tiles
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same values in memory that starts 8 bytes behind a multiple of 16."""
+    by = 8 // tensor.itemsize
+    wide = torch.full((*tensor.shape[:-1], tensor.size(-1) + 8), torch.nan, dtype=tensor.dtype)
+    wide[..., by : by + tensor.size(-1)] = tensor
+    return wide[..., by : by + tensor.size(-1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [({}, True), ({"counts": [40, 25]}, False), ({"in_features": 1036}, False), ({"out_features": (516, 72)}, False)],
+    ids=["kernel", "long step", "odd depth", "odd width"],
+)
+def test_a_call_goes_to_the_kernel_or_to_what_gives_the_same(launches, dtype, bias, sizes, fused) -> None:
+    options = {"counts": [4, 9, 20], "out_features": (520, 72)} | sizes
+    rows = rows_of(options.pop("counts"))
+    make_layer(rows, bias=bias, dtype=dtype, device="cpu", **options).check()
+    assert launches == ([LinearTile(64, 32, 2, 2, 8)] if fused else [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: dataclasses.replace(layer, weight=shifted(layer.weight)),
+        lambda layer: dataclasses.replace(layer, bias=shifted(layer.bias)),
+        lambda layer: dataclasses.replace(layer, bias=layer.bias.repeat_interleave(2)[::2]),
+        lambda layer: dataclasses.replace(layer, batch=dataclasses.replace(layer.batch, x=shifted(layer.batch.x))),
+    ],
+    ids=["weight", "bias", "strided bias", "x"],
+)
+def test_what_the_copy_engine_cannot_read_does_not_go_to_the_kernel(launches, change: Callable[[Layer], Layer]) -> None:
+    layer = make_layer(rows_of([4, 9, 20]), bias=True, dtype=torch.bfloat16, device="cpu")
+    layer.check()
+    assert len(launches) == 1
+    change(layer).check()
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize(
