@@ -126,19 +126,28 @@ def lora_expand(
     hidden = _scratch(v, y.size(0), table.size(0), plan)
     if overwrite:
         y.zero_()
+    for rows, columns, delta, record in _added(hidden, arena, table, plan, out_features):
+        out = y[rows, columns]
+        out.copy_(delta if overwrite else _affine(out.float() + delta, arena, record))
+
+
+def _added(
+    hidden: Tensor, arena: Tensor, table: Tensor, plan: Tensor, out_features: Sequence[int]
+) -> Iterator[tuple[slice, slice, Tensor, Record]]:
+    """Rows, columns, what an adapter adds there, in fp32, and the record that says so. hidden: see `_scratch`."""
     for rows, slot in segments(plan):
         column = 0
         for index, width in enumerate(out_features):
+            columns = slice(column, column + width)
+            column += width
             record = read_record(table, index, slot)
             if record.lora_rank:
                 b = _matrix(arena, record.b_offset, width, record.lora_rank, row_pitch(record.lora_rank))
-                delta = record.scale * (hidden[rows, index, : record.lora_rank] @ b.float().T)
-                out = y[rows, column : column + width]
-                out.copy_(delta if overwrite else _affine(out.float() + delta, arena, record, width))
-            column += width
+                yield rows, columns, record.scale * (hidden[rows, index, : record.lora_rank] @ b.float().T), record
 
 
-def _affine(y: Tensor, arena: Tensor, record: Record, width: int) -> Tensor:
+def _affine(y: Tensor, arena: Tensor, record: Record) -> Tensor:
+    width = y.size(1)
     if record.gain_offset >= 0:
         y = y * arena[record.gain_offset : record.gain_offset + width].float()
     if record.bias_offset >= 0:
@@ -153,7 +162,7 @@ def segment_gemm(y: Tensor, x: Tensor, arena: Tensor, table: Tensor, plan: Tenso
         if record.lora_rank:
             w = _matrix(arena, record.b_offset, y.size(1), x.size(1), row_pitch(x.size(1)))
             out = record.scale * (x[rows].float() @ w.float().T)
-            y[rows] = _affine(out, arena, record, y.size(1)).to(y.dtype)
+            y[rows] = _affine(out, arena, record).to(y.dtype)
 
 
 def add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -179,16 +188,8 @@ def lora_linear(
     out = x.float() @ weight.float().T
     if bias is not None:
         out += bias.float()
-    for rows, slot in segments(plan):
-        column = 0
-        for index, width in enumerate(out_features):
-            record = read_record(table, index, slot)
-            if record.lora_rank:
-                b = _matrix(arena, record.b_offset, width, record.lora_rank, row_pitch(record.lora_rank))
-                out[rows, column : column + width] += record.scale * (
-                    hidden[rows, index, : record.lora_rank] @ b.float().T
-                )
-            column += width
+    for rows, columns, delta, _record in _added(hidden, arena, table, plan, out_features):
+        out[rows, columns] += delta
     y.copy_(out)
 
 
