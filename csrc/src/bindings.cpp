@@ -1,13 +1,11 @@
-// The files of this folder that end in .cpp are the only ones that know torch: checks, dtype dispatch, and registration of the
-// implementations. Written on torch's stable ABI, so that they compile without a GPU build of torch and one library serves
-// several versions of it. Here: the ops whose schemas and documentation are in punica_core/ops/__init__.py.
+// The files of this folder that end in .cpp, with bindings.h and tables.h, are the only ones that know torch: checks, dtype dispatch,
+// and registration of the implementations. Written on torch's stable ABI, so that they compile without a GPU build of torch and one
+// library serves several versions of it. Here: the ops whose schemas and documentation are in punica_core/ops/__init__.py.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <vector>
 
