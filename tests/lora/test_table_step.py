@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from punica_core import ops
 from punica_core.lora.layers import LinearGroup, LoRAContext, LoRALinear
 from punica_core.lora.linear import has_onednn
-from punica_core.lora.table_step import LoRAOrder, TableLoRA, lora_orders
+from punica_core.lora.table_step import LoRAOrder, TableLoRA, can_fuse, lora_orders
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
+from punica_core.ops import linear as linear_ops
 
 ROW_SLOTS = np.array([0] * 5 + [1] * 7 + [-1], np.int32)
 HIDDEN, WIDE = 64, 48
@@ -208,6 +209,46 @@ def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: l
     assert fused.order(rows) is order
     assert order in lora_orders(len(rows), fused=True)
     assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_rank", "fused"),
+    [
+        ((4096, 4096, 1024, 14336), 256, True),
+        ((3072, 3072, 1024, 8192), 256, True),
+        ((5120, 5120, 5120, 13824), 256, True),
+        ((2048, 2048, 512, 8192), 128, True),
+        ((2048, 2048, 512, 8192), 256, False),
+        ((4096, 4096, 4096, 11008), 16, False),
+        ((3584, 3584, 512, 18944), 16, False),
+        ((4096, 4096, 1024, 12288), 16, False),
+        ((8192, 8192, 1024, 28672), 16, False),
+    ],
+    ids=[
+        "llama3-8b",
+        "llama3-3b",
+        "llama2-13b",
+        "llama3-1b",
+        "llama3-1b-256",
+        "llama2-7b",
+        "qwen2.5-7b",
+        "qwen3-8b",
+        "llama3-70b",
+    ],
+)
+def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch, sizes, max_rank, fused) -> None:
+    """docs/kernels.md names these models. sizes: hidden, of queries, of keys, of gate."""
+    hidden, queries, keys, wide = sizes
+    groups = [
+        LinearGroup(0, ("q", "k", "v"), hidden, (queries, keys, keys)),
+        LinearGroup(1, ("o",), queries, (hidden,)),
+        LinearGroup(2, ("gate", "up"), hidden, (wide, wide)),
+        LinearGroup(3, ("down",), wide, (hidden,)),
+    ]
+    assert not can_fuse(groups, max_rank, torch.device("cpu"))
+    monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
+    monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
+    assert can_fuse(groups, max_rank, torch.device("cuda")) is fused
 
 
 def test_a_dropped_order_is_left_for_the_next_best() -> None:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from punica_core import ops
-from punica_core.lora.layers import LinearGroup
-from punica_core.lora.table_step import can_fuse
 from punica_core.ops import linear as linear_ops
 from punica_core.ops import reference
 from punica_core.ops.layout import NUM_COUNTERS
@@ -344,20 +342,6 @@ def test_what_has_no_tile(wrong) -> None:
     right = {"num_rows": 5, "out_features": 4096, "in_features": 4096}
     assert linear_tile(**right, slices=1, max_rank=64, num_sms=132) is not None
     assert linear_tile(**(right | wrong), slices=1, max_rank=64, num_sms=132) is None
-
-
-def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch) -> None:
-    llama = [
-        LinearGroup(0, ("q", "k", "v"), 4096, (4096, 1024, 1024)),
-        LinearGroup(1, ("gate", "up"), 4096, (14336, 14336)),
-        LinearGroup(2, ("down",), 14336, (4096,)),
-    ]
-    assert not can_fuse(llama, 256, torch.device("cpu"))
-    monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
-    monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
-    assert can_fuse(llama, 256, torch.device("cuda"))
-    wide = LinearGroup(1, ("gate", "up"), 4096, (28672, 28672))
-    assert not can_fuse([llama[0], wide, llama[2]], 256, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
