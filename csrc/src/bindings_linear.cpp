@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -100,17 +99,10 @@ void lora_linear_tile(Tensor y, Tensor v, Tensor x, Tensor weight, std::optional
     column += params.widths[slice];
   }
   STD_TORCH_CHECK(column == y.size(1), "out_features add up to ", column, ", y has ", y.size(1), " columns");
-  // Warpgroups read whole tiles of 64 columns, of which the last ones may lie in what follows.
-  int const behind = (params.num_parts() * punica::kLinearTileRows - params.tile.height) * 2 * punica::kLinearBox;
-  int const sums = params.exchange_bytes();
-  int const beyond = std::max(params.tile.splits > 1 ? sums : 0, behind);
-  params.stages = std::min({params.tile.stages, punica::kMaxLinearStages, (punica::kLinearSharedBytes - 1024 - beyond) / params.stage_bytes()});
-  // Eight low-rank rows, and sixteen columns of B.
-  int const least = to_int(max_rank) * 2 * (8 * shrink.tables.slices + 16);
-  bool const fits = params.stages >= 2 && params.stage_bytes() >= least && (params.tile.splits > 1 || sums <= params.stages * params.stage_bytes());
-  STD_TORCH_CHECK(fits, "no such tile: ", params.stages, " stages of ", params.stage_bytes(), " bytes");
+  int const shared_bytes = punica::fit_tile(params, to_int(max_rank));
+  STD_TORCH_CHECK(shared_bytes > 0, "no such tile: ", params.stages, " stages of ", params.stage_bytes(), " bytes");
   auto const launch = dtype == ScalarType::BFloat16 ? punica::launch_linear<__nv_bfloat16> : punica::launch_linear<__half>;
-  check_cuda(launch(params, 1024 + params.stages * params.stage_bytes() + beyond, config), "lora_linear_tile");
+  check_cuda(launch(params, shared_bytes, config), "lora_linear_tile");
 }
 
 }  // namespace

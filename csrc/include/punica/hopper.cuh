@@ -74,6 +74,18 @@ __device__ inline void await(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// What others wrote before they wrote that is seen too.
+__device__ inline int load_acquire(int const* pointer) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
+// What this thread sees in memory is seen by the copy engine.
+__device__ inline void fence_copies_from_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ inline void pause() { __nanosleep(40); }
+
 // What was initialised is seen by the copy engine and by the cluster.
 __device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -125,5 +137,23 @@ __device__ inline void store_in_cluster(uint32_t address, float value) {
 __device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 #endif
+
+// In clusters of so many blocks.
+template <typename Params>
+cudaError_t launch_clusters(void (*kernel)(Params), int grid, int block, int cluster, int shared_bytes, Params const& params, LaunchConfig const& config) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(grid);
+  launch_config.blockDim = dim3(block);
+  launch_config.dynamicSmemBytes = shared_bytes;
+  launch_config.stream = config.stream;
+  launch_config.attrs = attributes;
+  launch_config.numAttrs = 2;
+  return cudaLaunchKernelEx(&launch_config, kernel, params);
+}
 
 }  // namespace punica

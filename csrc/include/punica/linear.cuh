@@ -27,6 +27,13 @@ constexpr int kLinearThreads = kConsumers<kGroups> + 64 + 32 * kShrinkers<kGroup
 
 #ifdef PUNICA_HOPPER
 
+// What a block has in shared memory beside its ring.
+template <typename Team>
+struct LinearShared {
+  LinearStages stages;
+  ShrinkShared<Team> shrink;
+};
+
 // Sums of the warpgroup's columns over the block's part of K.
 template <typename T, int kRows, int kParts>
 __device__ inline void multiply_steps(LinearParams const& params, LinearRing& ring, int num_steps, int first_column, float (&d)[kParts][kRows / 2]) {
@@ -75,11 +82,11 @@ __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, i
 }
 
 // Each thread of the cluster arrives, and then waits for all; what they wrote before is seen.
-__device__ inline void arrive_in_cluster(int blocks) {
-  if (blocks > 1) cooperative_groups::this_cluster().barrier_arrive();
+__device__ inline void arrive_in_cluster(Cluster const& cluster, int blocks) {
+  if (blocks > 1) cluster.arrive();
 }
-__device__ inline void await_cluster(int blocks) {
-  if (blocks > 1) cooperative_groups::this_cluster().barrier_wait();
+__device__ inline void await_cluster(Cluster const& cluster, int blocks) {
+  if (blocks > 1) cluster.wait();
 }
 
 // Sums of sixteen columns of the tile go to the block whose columns they are.
@@ -129,10 +136,11 @@ __device__ inline void store_columns(LinearParams const& params, uint32_t sums, 
 
 template <typename T, int kRows, int kGroups, int kParts>
 __device__ inline void linear_block(LinearParams const& params) {
-  extern __shared__ char dynamic[];
-  __shared__ LinearStages stages;
+  using Team = TeamOfBlock<kShrinkers<kGroups>, kLinearThreads<kGroups>>;
+  auto& shared = block_shared<LinearShared<Team>>();
+  Cluster const cluster;
   LinearTile const& tile = params.tile;
-  uint32_t const memory = kept(round_up(shared_address(dynamic), 1024));
+  uint32_t const memory = kept(round_up(shared_address(block_cache()), 1024));
   int const split = blockIdx.x % tile.splits;
   int const first_column = static_cast<int>(blockIdx.x) / tile.splits * tile.height;
   int const first_step = params.num_steps * split / tile.splits;
@@ -141,16 +149,16 @@ __device__ inline void linear_block(LinearParams const& params) {
   if (role == 0) {
     int const lane = threadIdx.x % 32;
     if (lane < params.stages) {
-      init_barrier(shared_address(&stages.full[lane]), 1);
-      init_barrier(shared_address(&stages.empty[lane]), kConsumers<kGroups> / 32);
+      init_barrier(shared_address(&shared.stages.full[lane]), 1);
+      init_barrier(shared_address(&shared.stages.empty[lane]), kConsumers<kGroups> / 32);
     }
     if (lane == 0) fetch_map(params.weight);
     if (lane == 1) fetch_map(params.x);
     fence_barriers();
   }
   __syncthreads();
-  arrive_in_cluster(tile.splits);  // nobody writes into a block that has not begun
-  LinearRing ring(stages, memory, params.stage_bytes(), params.stages);
+  arrive_in_cluster(cluster, tile.splits);  // nobody writes into a block that has not begun
+  LinearRing ring(shared.stages, memory, params.stage_bytes(), params.stages);
   if (role >= 0) {
     if (role == 0) {
       if (threadIdx.x % 32 == 0) fill_ring<kRows>(params, ring, first_step, num_steps, first_column);
@@ -160,11 +168,11 @@ __device__ inline void linear_block(LinearParams const& params) {
       ring.skip(num_steps);
       stream_adapters<T>(params, ring, first_column, split);
     } else {
-      shrink_from_queue<T, TeamOfBlock<kShrinkers<kGroups>, kLinearThreads<kGroups>>>(params.shrink);
+      shrink_from_queue<T>(params.shrink, shared.shrink);
     }
-    await_cluster(tile.splits);
-    arrive_in_cluster(tile.splits);
-    await_cluster(tile.splits);
+    await_cluster(cluster, tile.splits);
+    arrive_in_cluster(cluster, tile.splits);
+    await_cluster(cluster, tile.splits);
     return;
   }
   int const own = static_cast<int>(threadIdx.x) / 128 * kParts * kLinearTileRows;  // of the warpgroup's columns, in the tile
@@ -172,14 +180,14 @@ __device__ inline void linear_block(LinearParams const& params) {
   float d[kParts][kRows / 2] = {};
   multiply_steps<T, kRows, kParts>(params, ring, num_steps, own, d);
   add_adapters<T, kRows, kParts>(ring, group, d);
-  await_cluster(tile.splits);
+  await_cluster(cluster, tile.splits);
   if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);  // the ring has been read
   uint32_t const sums = memory + (tile.splits > 1 ? params.stages * params.stage_bytes() : 0);
 #pragma unroll
   for (int part = 0; part < kParts; ++part)
     if (group + part * kLinearTileRows < tile.height) give_sums<kRows>(params, sums, split, group + part * kLinearTileRows, d[part]);
-  arrive_in_cluster(tile.splits);
-  await_cluster(tile.splits);
+  arrive_in_cluster(cluster, tile.splits);
+  await_cluster(cluster, tile.splits);
   if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);
   int const columns = tile.height / tile.splits;
   store_columns<T, kRows, kConsumers<kGroups>>(params, sums, first_column + split * columns, columns);
@@ -200,27 +208,19 @@ cudaError_t launch_linear_tile(LinearParams const& params, int shared_bytes, Lau
   static cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
   if (allowed != cudaSuccess) return allowed;
   LinearTile const& tile = params.tile;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(tile.splits), 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3((params.out_features + tile.height - 1) / tile.height * tile.splits);
-  launch.blockDim = dim3(kLinearThreads<kGroups>);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = config.stream;
-  launch.attrs = attributes;
-  launch.numAttrs = 2;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  int const blocks = (params.out_features + tile.height - 1) / tile.height * tile.splits;
+  return launch_clusters(kernel, blocks, kLinearThreads<kGroups>, tile.splits, shared_bytes, params, config);
 }
 
 template <typename T, int kRows>
 cudaError_t launch_linear_rows(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
   if (params.num_parts() == 1) return launch_linear_tile<T, kRows, 1, 1>(params, shared_bytes, config);
   if (params.num_parts() == 2) return launch_linear_tile<T, kRows, 2, 1>(params, shared_bytes, config);
-  if constexpr (kRows == 64) return launch_linear_tile<T, kRows, 4, 1>(params, shared_bytes, config);  // two parts have no registers
-  return launch_linear_tile<T, kRows, 2, 2>(params, shared_bytes, config);
+  if constexpr (kRows == 64) {
+    return launch_linear_tile<T, kRows, 4, 1>(params, shared_bytes, config);  // two parts have no registers
+  } else {
+    return launch_linear_tile<T, kRows, 2, 2>(params, shared_bytes, config);
+  }
 }
 
 template <typename T>

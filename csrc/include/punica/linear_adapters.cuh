@@ -1,8 +1,6 @@
 // What adapters add in the kernel of linear.cuh: one warp brings B and the low-rank rows into the ring, the others add their products.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstddef>
 
 #include "punica/hopper.cuh"

@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "punica/params.h"
 
 namespace punica {
@@ -48,6 +50,21 @@ struct LinearParams {
   __host__ __device__ int exchange_pitch() const { return tile.height / tile.splits + 4; }
   __host__ __device__ int exchange_bytes() const { return tile.splits * tile.rows * exchange_pitch() * 4; }
 };
+
+// Sets how many stages the ring has; returns bytes of shared memory that a block asks for, 0 if the tile does not fit. max_rank: bound of every lora_rank.
+inline int fit_tile(LinearParams& params, int max_rank) {
+  // Warpgroups read whole tiles of 64 columns, of which the last ones may lie in what follows.
+  int const behind = (params.num_parts() * kLinearTileRows - params.tile.height) * 2 * kLinearBox;
+  int const sums = params.exchange_bytes();
+  int const beyond = std::max(params.tile.splits > 1 ? sums : 0, behind);
+  int const alignment = 1024;
+  params.stages = std::min({params.tile.stages, kMaxLinearStages, (kLinearSharedBytes - alignment - beyond) / params.stage_bytes()});
+  // Eight low-rank rows, and sixteen columns of B.
+  int const least = max_rank * 2 * (8 * params.shrink.tables.slices + 16);
+  if (params.stages < 2 || params.stage_bytes() < least) return 0;
+  if (params.tile.splits == 1 && sums > params.stages * params.stage_bytes()) return 0;
+  return alignment + params.stages * params.stage_bytes() + beyond;
+}
 
 template <typename T>
 cudaError_t launch_linear(LinearParams const& params, int shared_bytes, LaunchConfig const& config);

@@ -2,6 +2,7 @@
 // weights. No block waits for one that has not begun: whoever runs takes what is left, and what has been taken is being worked on.
 #pragma once
 
+#include "punica/cluster.cuh"
 #include "punica/hopper.cuh"
 #include "punica/linear_params.h"
 #include "punica/shrink.cuh"
@@ -12,6 +13,9 @@ namespace punica {
 
 constexpr int kShrinkBarrier = 3;
 
+template <typename Team>
+struct LinearShared;
+
 // The last warps of a block of kBlockThreads.
 template <int kWarps_, int kBlockThreads>
 struct TeamOfBlock {
@@ -19,6 +23,18 @@ struct TeamOfBlock {
   static constexpr int kThreads = 32 * kWarps;
   static __device__ int thread() { return static_cast<int>(threadIdx.x) - (kBlockThreads - kThreads); }
   static __device__ void sync() { named_barrier(kShrinkBarrier, kThreads); }
+  static __device__ bool& last() { return block_shared<LinearShared<TeamOfBlock>>().shrink.last; }
+};
+
+// What a team has in shared memory.
+template <typename Team>
+struct ShrinkShared {
+  static constexpr int kFloats = MiddleTile<Team>::kFloats;
+  static_assert(kFloats >= ShortTile<Team>::kFloats);
+
+  alignas(16) float buffer[kFloats];
+  int tickets[2];
+  bool last;
 };
 
 // Words behind the counters of units, all zero between kernels.
@@ -43,28 +59,24 @@ __device__ inline void prefetch_a(ShrinkParams const& params, ShrinkItem const& 
 
 // Works until the queue is empty.
 template <typename T, typename Team>
-__device__ inline void shrink_from_queue(ShrinkParams const& params) {
-  constexpr int kFloats = MiddleTile<Team>::kFloats;
-  static_assert(kFloats >= ShortTile<Team>::kFloats);
-  __shared__ __align__(16) float buffer[kFloats];
-  __shared__ int tickets[2];
+__device__ inline void shrink_from_queue(ShrinkParams const& params, ShrinkShared<Team>& shared) {
   LinearCounters const counters(params.scratch);
   Tables const& tables = params.tables;
   wait_for_previous();  // the kernel in front may use the counters too
-  if (Team::thread() == 0) tickets[0] = count(counters.next);
+  if (Team::thread() == 0) shared.tickets[0] = count(counters.next);
   WorkList const work = load_work_list(tables.plan);
   int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
   int const total = work.num_units * tables.slices * splits;
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     Team::sync();
-    int const index = tickets[turn];
+    int const index = shared.tickets[turn];
     if (index >= total) {
       // As many tickets are beyond the end as there are blocks.
       if (Team::thread() == 0 && index == total + static_cast<int>(gridDim.x) - 1) *counters.next = 0;
       return;
     }
-    if (Team::thread() == 0) tickets[turn ^ 1] = count(counters.next);
+    if (Team::thread() == 0) shared.tickets[turn ^ 1] = count(counters.next);
     ShrinkItem item;
     int4 const unit = load_unit(params, work, splits, index, item);
     TableRecord const record = load_record(tables, item.slice, unit.z);
@@ -72,9 +84,9 @@ __device__ inline void shrink_from_queue(ShrinkParams const& params) {
     if (item.rank_start < record.lora_rank) {
       prefetch_a<T>(params, item, record, unit.w >> 16, Team::thread());
       if (unit.w >> 16 == kShrinkChunkShort) {
-        complete = shrink_item<T, ShortTile<Team>, true>(params, item, record, buffer, false);
+        complete = shrink_item<T, ShortTile<Team>, true>(params, item, record, shared.buffer, false);
       } else {
-        complete = shrink_item<T, MiddleTile<Team>, true>(params, item, record, buffer, false);
+        complete = shrink_item<T, MiddleTile<Team>, true>(params, item, record, shared.buffer, false);
       }
     }
     if (complete && Team::thread() == 0) {
@@ -84,24 +96,18 @@ __device__ inline void shrink_from_queue(ShrinkParams const& params) {
   }
 }
 
-__device__ inline int load_acquire(int const* pointer) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-  return value;
-}
-
 // Until all low-rank rows of the step are there, for the copy engine too. By a whole warp of each block, once.
 __device__ inline void await_hidden(ShrinkParams const& params) {
   wait_for_previous();
   if (threadIdx.x % 32 == 0) {
     LinearCounters const counters(params.scratch);
     int const total = load_metadata(reinterpret_cast<int4 const*>(params.tables.plan + kNumShrinkUnits)).x * params.tables.slices;
-    while (load_acquire(counters.done) < total) __nanosleep(40);
+    while (load_acquire(counters.done) < total) pause();
     if (count(counters.passed) == static_cast<int>(gridDim.x) - 1) {
       *counters.done = 0;
       *counters.passed = 0;
     }
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    fence_copies_from_memory();
   }
   __syncwarp();
 }

@@ -19,6 +19,11 @@ struct BlockTeam {
   static constexpr int kThreads = 32 * kWarps;
   static __device__ int thread() { return threadIdx.x; }
   static __device__ void sync() { __syncthreads(); }
+  // Of the team, in shared memory.
+  static __device__ bool& last() {
+    __shared__ bool flag;
+    return flag;
+  }
 };
 
 // The tile of a warp of a team that works on an item: kRankTiles * 16 ranks by kRowTiles * 8 rows; kRowGroups groups of warps share out the rows, the warps
@@ -146,7 +151,7 @@ __device__ inline void for_each_quad(ShrinkItem const& item, int lora_rank, Visi
 // Whether the item is the last of its unit and slice. All that the others have stored is visible then.
 template <typename Team>
 __device__ inline bool is_last(ShrinkParams const& params, ShrinkItem const& item) {
-  __shared__ bool last;
+  bool& last = Team::last();
   Team::sync();
   if (Team::thread() == 0) {
     fence();
