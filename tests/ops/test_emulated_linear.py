@@ -1,0 +1,157 @@
+"""The logic of the fused linear layer, run on the CPU: see ``tests/ops/linear_emulator``."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from punica_core.ops.build import source_directory
+from punica_core.ops.linear import LinearTile
+from tests.ops.linear_emulator import KERNELS, EmulatedLinear, KernelFailed
+from tests.ops.test_lora_linear import Layer, make_layer
+from tests.support.emulation import compile_kernels
+from tests.support.lora_batch import rows_of
+
+
+@pytest.fixture(scope="module")
+def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_kernels(nvcc, KERNELS, tmp_path_factory.mktemp("emulated") / "linear.so")
+
+
+@dataclass
+class Case:
+    """counts: rows of each adapter, behind `base` rows of none."""
+
+    counts: list[int]
+    tile: LinearTile
+    base: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def layer(self) -> Layer:
+        options = {"in_features": 256, "out_features": (128,), "dtype": torch.bfloat16, "device": "cpu"} | self.options
+        return make_layer(rows_of(self.counts, base_rows=self.base), **options)
+
+
+def case(counts: list[int], tile: tuple[int, ...], base: int = 0, **options: Any) -> Case:
+    return Case(counts, LinearTile(*tile), base, options)
+
+
+CASES = {
+    "one row": case([1], (8, 64, 2, 2, 6), ranks=[16]),
+    "one adapter, blocks alone": case([60], (64, 64, 1, 1, 5), ranks=[16], out_features=(192,)),
+    "adapters where sums will be": case([60], (64, 64, 1, 1, 5), ranks=[16], in_features=320, out_features=(192,)),
+    "one adapter, blocks share K": case([33], (64, 64, 2, 2, 3), ranks=[64], in_features=1000, bias=True),
+    "an adapter for each row": case([1] * 16, (16, 128, 1, 1, 4), ranks=[16], out_features=(232,)),
+    "any rank": case([5, 1, 30, 2], (64, 32, 2, 2, 8), 3, ranks=[256, 130, 7, 16], out_features=(96, 40, 56)),
+    "more of one adapter than a stage holds": case([3, 2], (8, 96, 2, 2, 4), ranks=[256], out_features=(96,)),
+    "slices that begin inside a block": case([3, 4, 8], (16, 96, 1, 2, 6), 1, out_features=(104, 40, 72)),
+    "slices that are not adapted": case([2, 9], (16, 64, 2, 2, 4), out_features=(64, 72), missing=[(0, 1), (1, 0)]),
+    "a third of four products": case([3, 12, 1], (32, 144, 1, 1, 6), 1, in_features=512, out_features=(328, 328)),
+    "four warpgroups": case([20, 30], (64, 208, 1, 1, 5), ranks=[16], out_features=(328, 104)),
+    "a last block of few columns": case([4], (8, 48, 1, 2, 5), ranks=[8], out_features=(104,)),
+    "many splits of shrink": case([40], (64, 64, 2, 2, 6), ranks=[40], in_features=2048, out_features=(64,)),
+    "fewer steps than blocks": case([2], (8, 64, 4, 2, 4), ranks=[16], in_features=128),
+    "float16": case([7, 1], (8, 64, 2, 2, 6), 0, dtype=torch.float16),
+    "nobody has an adapter": case([1], (8, 64, 2, 2, 6), ranks=[1]),
+}
+
+
+def run(library: Path, name: str, seed: int = 0) -> None:
+    tried = CASES[name]
+    layer = tried.layer()
+    if name == "nobody has an adapter":
+        layer.begin([-1])
+    out = torch.full_like(layer.batch.y, torch.nan)
+    EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, out, tried.tile, seed=seed)
+    layer.check(out)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_gets_the_base_and_its_own_adapter(library, name) -> None:
+    run(library, name)
+
+
+def test_the_order_in_which_threads_and_copies_run_changes_no_bit(library) -> None:
+    tried = CASES["slices that begin inside a block"]
+    results = []
+    for seed in range(4):
+        layer = tried.layer()
+        results.append(torch.full_like(layer.batch.y, torch.nan))
+        EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, results[-1], tried.tile, seed=seed)
+    assert all(torch.equal(result, results[0]) for result in results)
+    layer.begin(np.roll(layer.batch.row_slots, 1))
+    other = torch.full_like(layer.batch.y, torch.nan)
+    EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, other, tried.tile)
+    assert not torch.equal(other, results[0])
+
+
+def test_a_tile_that_does_not_fit_is_refused(library) -> None:
+    layer = CASES["one row"].layer()
+    out = torch.full_like(layer.batch.y, torch.nan)
+    with pytest.raises(ValueError, match="no such tile"):
+        EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, out, LinearTile(8, 64, 2, 2, 1))
+
+
+def is_wrong(library: Path, name: str) -> bool:
+    try:
+        for seed in range(3):
+            run(library, name, seed)
+    except (AssertionError, KernelFailed):
+        return True
+    return False
+
+
+BREAKS = {
+    "what products read is not there yet": ("linear_adapters.cuh", "await(full(), round_ & 1);", ""),
+    "a stage is given back too early": ("linear.cuh", "await_products<1>();", ""),
+    "the last products are not awaited": ("linear.cuh", "await_products<0>();", ""),
+    "a stage is never given back": ("linear.cuh", "  if (num_steps > 0) ring.release_last();\n", ""),
+    "products read behind the memory": (
+        "linear_params.h",
+        "params.num_parts() * kLinearTileRows - params.tile.height",
+        "0 * kLinearTileRows",
+    ),
+    "adapters are put where weights come": ("linear.cuh", "      named_barrier(kFilledBarrier, 64);\n", ""),
+    "nobody waits for the low-rank rows": (
+        "linear_shrink.cuh",
+        "while (load_acquire(counters.done) < total) pause();",
+        "",
+    ),
+    "the queue is not emptied": ("linear_shrink.cuh", "*counters.next = 0;", ";"),
+    "the count of units is kept": ("linear_shrink.cuh", "*counters.done = 0;", ""),
+    "slices without lora_rank do not count": (
+        "linear_shrink.cuh",
+        "bool complete = item.split == 0;",
+        "bool complete = false;",
+    ),
+    "sums are given before the ring has been read": (
+        "linear.cuh",
+        "if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);  // the ring has been read",
+        "",
+    ),
+    "sums are read before they are there": (
+        "linear.cuh",
+        "  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);\n  int const columns",
+        "  int const columns",
+    ),
+    "rows of the other block are taken": ("linear_adapters.cuh", "max(first_row, __ldg", "max(0, __ldg"),
+    "ranks that are not there take part": ("linear_adapters.cuh", "          keep_first4(top[part], valid);\n", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_kernel_is_noticed(nvcc, tmp_path, name) -> None:
+    header, text, broken = BREAKS[name]
+    sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
+    path = sources / "include" / "punica" / header
+    assert path.read_text().count(text) == 1
+    path.write_text(path.read_text().replace(text, broken))
+    library = compile_kernels(nvcc, KERNELS, tmp_path / "broken.so", sources)
+    assert any(is_wrong(library, each) for each in CASES)
