@@ -196,16 +196,29 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
         ([0, 1, 0, 1, -1, -1], LoRAOrder.FUSED),
         ([0, 1, 0, 1, -1, 0], LoRAOrder.BESIDE),
         ([0, 0, 2], LoRAOrder.BESIDE),
+        ([3, 3, 1, 1], LoRAOrder.FUSED),
+        ([3, 1, 3, 1], LoRAOrder.BESIDE),
     ],
-    ids=["base", "one adapter", "more rows", "two adapters", "four runs", "five runs", "one of them with a gain"],
+    ids=[
+        "base",
+        "one adapter",
+        "more rows",
+        "two adapters",
+        "four runs",
+        "five runs",
+        "one of them with a gain",
+        "a large rank",
+        "a large rank twice",
+    ],
 )
 def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
-    arena, tables = Arena(1 << 12, dtype=torch.float32), AdapterTables(1, 3)
+    arena, tables = Arena(1 << 14, dtype=torch.float32), AdapterTables(1, 4)
     plain = ModuleWeights(torch.randn(4, HIDDEN), torch.randn(WIDE, 4), 1.0)
     for slot, gain in enumerate((None, None, torch.ones(WIDE))):
         tables.write(slot, {0: dataclasses.replace(plain, row_gain=gain)}, arena)
+    tables.write(3, {0: ModuleWeights(torch.randn(60, HIDDEN), torch.randn(WIDE, 60), 1.0)}, arena)
     rows = np.array(row_slots, np.int32)
-    fused, plain_lora = (TableLoRA(tables, arena, max_rows=65, max_rank=8, fused=fused) for fused in (True, False))
+    fused, plain_lora = (TableLoRA(tables, arena, max_rows=65, max_rank=64, fused=fused) for fused in (True, False))
     assert fused.order(rows) is order
     assert order in lora_orders(len(rows), fused=True)
     assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kLinearThreads<kGroups>, 1) linear_kernel(cons
 template <typename T, int kRows, int kGroups, int kParts>
 cudaError_t launch_linear_tile(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
   auto* const kernel = linear_kernel<T, kRows, kGroups, kParts>;
-  static cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
+  cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
   if (allowed != cudaSuccess) return allowed;
   LinearTile const& tile = params.tile;
   int const blocks = (params.out_features + tile.height - 1) / tile.height * tile.splits;
