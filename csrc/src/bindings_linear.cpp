@@ -24,7 +24,11 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   static auto const found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
     cudaError_t const error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+#else
+    cudaError_t const error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? function : nullptr;
   }();
   STD_TORCH_CHECK(found != nullptr, "the CUDA driver has no cuTensorMapEncodeTiled");
