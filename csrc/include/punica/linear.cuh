@@ -199,6 +199,8 @@ template <typename T, int kRows, int kGroups, int kParts>
 __global__ void __launch_bounds__(kLinearThreads<kGroups>, 1) linear_kernel(const __grid_constant__ LinearParams params) {
 #ifdef PUNICA_HOPPER
   linear_block<T, kRows, kGroups, kParts>(params);
+#else
+  __trap();  // compiled for 90 instead of 90a: there would be no result
 #endif
 }
 
