@@ -220,12 +220,9 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
     bool moved = false;
     for (Fiber* fiber : live) {
       if (fiber->ready && !fiber->ready()) continue;
-      if (stands[(fiber->block.x * threads + fiber->thread.x) / kWarp]) {
-        moved = true;
-        continue;
-      }
-      fiber->ready = nullptr;
       moved = moved || !fiber->polls;
+      if (stands[(fiber->block.x * threads + fiber->thread.x) / kWarp]) continue;
+      fiber->ready = nullptr;
       fiber->polls = false;
       self = fiber;
       swapcontext(&state.scheduler, &fiber->context);
