@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from punica_core.ops.build import source_directory
-from punica_core.ops.linear import LinearTile
+from punica_core.ops.linear import LinearTile, fits_kernel
 from tests.ops.linear_emulator import KERNELS, EmulatedLinear, KernelFailed
 from tests.ops.test_lora_linear import Layer, make_layer
 from tests.support.emulation import compile_kernels
@@ -32,10 +34,14 @@ class Case:
     tile: LinearTile
     base: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    adapted: bool = True
 
-    def layer(self) -> Layer:
-        options = {"in_features": 256, "out_features": (128,), "dtype": torch.bfloat16, "device": "cpu"} | self.options
-        return make_layer(rows_of(self.counts, base_rows=self.base), **options)
+    def layer(self, device: str = "cpu") -> Layer:
+        options = {"in_features": 256, "out_features": (128,), "dtype": torch.bfloat16, "device": device} | self.options
+        layer = make_layer(rows_of(self.counts, base_rows=self.base), **options)
+        if not self.adapted:
+            layer.begin([-1] * len(layer.batch.x))
+        return layer
 
 
 def case(counts: list[int], tile: tuple[int, ...], base: int = 0, **options: Any) -> Case:
@@ -50,23 +56,31 @@ CASES = {
     "an adapter for each row": case([1] * 16, (16, 128, 1, 1, 4), ranks=[16], out_features=(232,)),
     "any rank": case([5, 1, 30, 2], (64, 32, 2, 2, 8), 3, ranks=[256, 130, 7, 16], out_features=(96, 40, 56)),
     "more of one adapter than a stage holds": case([3, 2], (8, 96, 2, 2, 4), ranks=[256], out_features=(96,)),
+    "more rows than a stage holds": case([40], (64, 64, 1, 1, 5), ranks=[256], out_features=(64, 64)),
     "slices that begin inside a block": case([3, 4, 8], (16, 96, 1, 2, 6), 1, out_features=(104, 40, 72)),
     "slices that are not adapted": case([2, 9], (16, 64, 2, 2, 4), out_features=(64, 72), missing=[(0, 1), (1, 0)]),
     "a third of four products": case([3, 12, 1], (32, 144, 1, 1, 6), 1, in_features=512, out_features=(328, 328)),
     "four warpgroups": case([20, 30], (64, 208, 1, 1, 5), ranks=[16], out_features=(328, 104)),
     "a last block of few columns": case([4], (8, 48, 1, 2, 5), ranks=[8], out_features=(104,)),
-    "many splits of shrink": case([40], (64, 64, 2, 2, 6), ranks=[40], in_features=2048, out_features=(64,)),
+    "sums of several splits": case([3], (8, 16, 1, 2, 5), ranks=[8], in_features=4096, out_features=(64, 64)),
+    "splits that have nothing": case(
+        [3], (8, 16, 1, 2, 5), ranks=[8], in_features=4096, out_features=(64, 64), missing=[(0, 1)]
+    ),
     "fewer steps than blocks": case([2], (8, 64, 4, 2, 4), ranks=[16], in_features=128),
     "float16": case([7, 1], (8, 64, 2, 2, 6), 0, dtype=torch.float16),
-    "nobody has an adapter": case([1], (8, 64, 2, 2, 6), ranks=[1]),
+    "nobody has an adapter": dataclasses.replace(case([1], (8, 64, 2, 2, 6), ranks=[1]), adapted=False),
+    **{
+        f"{rows} rows, {height} columns": case(
+            [rows // 2, 1, rows // 4], (rows, height, 1, 1, 3), 1, ranks=[16, 9], out_features=(height, 40)
+        )
+        for rows, height in itertools.product((8, 16, 32, 64), (64, 128, 224))  # a kernel each
+    },
 }
 
 
 def run(library: Path, name: str, seed: int = 0) -> None:
     tried = CASES[name]
     layer = tried.layer()
-    if name == "nobody has an adapter":
-        layer.begin([-1])
     out = torch.full_like(layer.batch.y, torch.nan)
     EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, out, tried.tile, seed=seed)
     layer.check(out)
@@ -75,6 +89,22 @@ def run(library: Path, name: str, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_gets_the_base_and_its_own_adapter(library, name) -> None:
     run(library, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_computes_the_same(name) -> None:
+    if not fits_kernel(torch.device("cuda")):
+        pytest.skip("the kernel needs compute capability 9.0")
+    tried = CASES[name]
+    batch = (layer := tried.layer("cuda")).batch
+    for _ in range(3):  # counters are left as they were found
+        out = torch.full_like(batch.y, torch.nan)
+        batch.v.fill_(torch.nan)
+        tables = (batch.arena.buffer, batch.table, batch.plan.plan)
+        sizes = (batch.out_features, batch.max_rank, list(tried.tile))
+        torch.ops.punica.lora_linear_tile(out, batch.v, batch.x, layer.weight, layer.bias, *tables, *sizes)
+        layer.check(out)
 
 
 def test_the_order_in_which_threads_and_copies_run_changes_no_bit(library) -> None:
@@ -130,6 +160,24 @@ BREAKS = {
         "bool complete = item.split == 0;",
         "bool complete = false;",
     ),
+    "units without lora_rank count for each split": (
+        "linear_shrink.cuh",
+        "bool complete = item.split == 0;",
+        "bool complete = true;",
+    ),
+    "splits are not added": ("shrink.cuh", "if (complete && item.splits > 1) sum_splits", "if (false) sum_splits"),
+    "a unit's counter is kept": ("shrink.cuh", "if (last) *counter = 0;", ""),
+    "the queue does not wait for the kernel in front": (
+        "linear_shrink.cuh",
+        "  wait_for_previous();  // the kernel in front may use the counters too\n",
+        "",
+    ),
+    "x is read before it is there": ("linear.cuh", "  wait_for_previous();\n#pragma", "#pragma"),
+    "adapters do not wait for the kernel in front": (
+        "linear_shrink.cuh",
+        "  wait_for_previous();\n  if (threadIdx",
+        "  if (threadIdx",
+    ),
     "sums are given before the ring has been read": (
         "linear.cuh",
         "if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);  // the ring has been read",
@@ -141,6 +189,11 @@ BREAKS = {
         "  int const columns",
     ),
     "rows of the other block are taken": ("linear_adapters.cuh", "max(first_row, __ldg", "max(0, __ldg"),
+    "rows leave no room for columns": (
+        "linear_adapters.cuh",
+        "(ring.stage_bytes() - 16 * segment.row_bytes())",
+        "ring.stage_bytes()",
+    ),
     "ranks that are not there take part": ("linear_adapters.cuh", "          keep_first4(top[part], valid);\n", ""),
 }
 

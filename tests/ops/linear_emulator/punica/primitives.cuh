@@ -1,6 +1,7 @@
 // Stands in for csrc/include/punica/primitives.cuh: runs the kernel of linear.cuh on a CPU. The threads of all blocks of a grid are fibers of one thread, which
 // go on in an order that changes at random each time they have all been asked, and some warps stand still for a while. Blocks have shared memory of their own, filled with
-// NaN; what the copy engine is asked for comes at any time until somebody waits for it in vain. Every address of shared memory is checked. No memory model.
+// NaN; what the copy engine is asked for comes at any time until somebody waits for it in vain. The kernel in front ends at some time, too. Every address of shared
+// memory is checked. No memory model.
 #pragma once
 
 #define __launch_bounds__(...)
@@ -95,7 +96,7 @@ struct Grid {
   std::vector<Copy> copies;
   int threads;
   int cluster_blocks;
-  int64_t waits = 0;
+  bool in_front_ended = false;
 };
 
 inline Grid* grid = nullptr;
@@ -170,6 +171,7 @@ inline void finish(size_t index) {
 }
 
 inline std::function<void()> thread_body;
+inline std::function<void()> end_in_front;  // what the kernel in front does last
 inline std::string failure;
 
 inline void enter() {
@@ -212,6 +214,7 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
   }
   constexpr int kMostPolls = 1000;  // of all threads that are left
   constexpr int kStall = 32;        // rounds that a third of all warps stands still
+  int const last_in_front = static_cast<int>(random() % 64);  // round
   std::vector<char> stands(static_cast<size_t>(num_blocks) * threads / kWarp);
   for (int polls = 0, round = 0; !live.empty() && failure.empty(); ++round) {
     if (round % kStall == 0)
@@ -234,7 +237,11 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
       finish(random() % state.copies.size());
       moved = true;
     }
-    polls = moved ? 0 : polls + 1;
+    if (round == last_in_front) {
+      end_in_front();
+      state.in_front_ended = true;
+    }
+    polls = moved || !state.in_front_ended ? 0 : polls + 1;
     if (polls > kMostPolls && !live.empty()) failure = "threads wait for each other for ever";
   }
   if (failure.empty() && !state.copies.empty()) failure = "the kernel ends and a copy is on its way";
@@ -282,7 +289,9 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
 
 namespace punica {
 
-inline void wait_for_previous() { ++emulator::grid->waits; }
+inline void wait_for_previous() {
+  if (!emulator::grid->in_front_ended) emulator::yield([] { return emulator::grid->in_front_ended; });
+}
 inline void start_next() {}
 
 template <typename Params>
