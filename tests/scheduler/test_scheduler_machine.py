@@ -16,6 +16,7 @@ from punica_core.scheduler.plan import RowPlan, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
+from tests.scheduler.test_adapter_room import AnyoneMakesWayInVain
 from tests.support.scheduler_machine import AheadMachine, SchedulerMachine
 from tests.support.scheduling import Rig, make_rig
 
@@ -179,9 +180,12 @@ class SendsTokensOfEnded(Scheduler):
         return token_output(row.sequence, sampled, None) if output is None and row.samples and sampled else output
 
 
+READ_THE_CACHE = (ForgetsTenants, ReadsCacheForPromptLogprobs, WaitsForAnOldPrefix)
+
+
 def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = PrefixCache) -> Callable[..., Rig]:
     def build(**options: object) -> Rig:
-        if cache is not PrefixCache or scheduler in (ForgetsTenants, ReadsCacheForPromptLogprobs):
+        if cache is not PrefixCache or scheduler in READ_THE_CACHE:
             options["prefix_cache"] = True
         return make_rig(**options, scheduler_type=scheduler, cache_type=cache)  # type: ignore[arg-type]
 
@@ -205,6 +209,7 @@ BROKEN: list[tuple[type, type[SchedulerMachine]]] = [
             ReadsCacheForPromptLogprobs,
             ForgetsWhatIsScored,
             ForgetsWhoGoesFirst,
+            AnyoneMakesWayInVain,
             WaitsForAnOldPrefix,
             LeavesNothingToCompute,
             OneKeyForAllAdapters,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from punica_core.errors import AdapterInvalid
-from punica_core.protocol import FinishReason, NewSequence
+from punica_core.protocol import AdapterRef, FinishReason, NewSequence
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import RowPlan, StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Sequence, Status
@@ -33,14 +33,16 @@ STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 MAX_TOKENS = 7
 NUM_BLOCKS = 8
 MAX_SCORED = 4
-LIMIT = 0.5
+MAX_CROWDED = 12
+OVERTAKE_LIMIT = 0.45
+ADAPTER_WAIT_LIMITS = [0.15, 0.45]
 STEP_SIZES = StepSizes(prompt_rows=(2, 4, 6), max_prompts=2)
 STEP_TARGET = 0.4
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """depth: steps in flight at most. The rig is tight on purpose: 8 blocks of 4 tokens, 3 seats, 8 tokens a step of
-    which 4 may be scored, 2 adapters at a time.
+    which 4 may be scored, 1 to 3 adapters at a time.
     """
 
     rig_factory = staticmethod(make_rig)
@@ -52,22 +54,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[int, list[int]] = {}
         self.doomed: dict[int, FinishReason] = {}
         self.steps: list[FakeStep] = []
-        self.first: list[Sequence] = []  # others made way for their adapters, and they did not start since
+        self.first: dict[Sequence, int] = {}  # others made way for their adapters; their admissions then
 
-    @initialize(prefix_cache=st.booleans(), load_steps=st.integers(0, 3), paced=st.booleans())
-    def build(self, prefix_cache: bool, load_steps: int, paced: bool) -> None:
+    @initialize(
+        prefix_cache=st.booleans(),
+        num_slots=st.integers(1, 3),
+        load_steps=st.integers(0, 3),
+        adapter_wait_limit=st.sampled_from(ADAPTER_WAIT_LIMITS),
+        paced=st.booleans(),
+    )
+    def build(
+        self, prefix_cache: bool, num_slots: int, load_steps: int, adapter_wait_limit: float, paced: bool
+    ) -> None:
         self.paced = paced
         self.rig: Rig = self.rig_factory(
             num_blocks=NUM_BLOCKS,
-            num_slots=2,
+            num_slots=num_slots,
             load_steps=load_steps,
             prefix_cache=prefix_cache,
             max_num_seqs=3,
             max_num_batched_tokens=8,
             max_scored_tokens=MAX_SCORED,
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-            overtake_limit=LIMIT,
-            adapter_wait_limit=LIMIT,
+            overtake_limit=OVERTAKE_LIMIT,
+            adapter_wait_limit=adapter_wait_limit,
             pacer=Pacer(STEP_TARGET, 8, STEP_SIZES) if paced else None,
         )
 
@@ -105,6 +115,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self._submit(request)
 
+    @precondition(lambda self: len(self.requests) < MAX_CROWDED)
+    @rule(
+        adapters=st.lists(st.sampled_from(ADAPTERS), min_size=3, max_size=6),
+        shared=st.lists(st.integers(0, len(STEM)), min_size=1, max_size=4),
+    )
+    def add_crowd(self, adapters: list[AdapterRef | None], shared: list[int]) -> None:
+        """Two tenants want more adapters at once than there is room for."""
+        for place, adapter in enumerate(adapters):
+            prompt = [*STEM[: shared[place % len(shared)]], place % 3]
+            tenant = "t" if place % 2 else ""
+            self._submit(
+                new_sequence(len(self.requests), prompt, max_tokens=MAX_TOKENS, adapter=adapter, tenant=tenant)
+            )
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def add_twin(self, data: st.DataObject) -> None:
@@ -132,19 +156,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         now = self.rig.now
         waiting = list(self.rig.scheduler._waiting)
-        overdue = [sequence for sequence in waiting if sequence.arrival <= now - LIMIT]
-        insisting = [s for s in waiting if s.no_room_since is not None and s.no_room_since <= now - LIMIT]
-        first = [sequence for sequence in self.first if sequence.status is Status.WAITING]
-        ready = [(s, s.admissions) for s in first[:1] if self.rig.residency.has(s.adapter)]
+        limits = self.rig.limits
+        overdue = [sequence for sequence in waiting if sequence.arrival <= now - limits.overtake_limit]
+        since = now - limits.adapter_wait_limit
+        insisting = [s for s in overdue if s.no_room_since is not None and s.no_room_since <= since]
+        ready = [s for s in self._that_go_first()[:1] if self.rig.residency.has(s.adapter)]
         plan = self.rig.scheduler.schedule(now)
         self.rig.record(plan)
         started = [sequence for sequence in waiting if sequence.status is Status.RUNNING]
-        for sequence, admissions in ready:  # it may have started and made way itself at once, for an older one
-            assert not started or sequence.admissions > admissions, "others started while its adapter was there"
+        for sequence in ready:  # it may have started and made way itself at once, for an older one
+            assert not started or sequence.admissions > self.first[sequence], (
+                "others started while its adapter was there"
+            )
         self._nobody_was_overtaken(waiting, started, overdue, insisting)
-        first += [s for s in self.rig.scheduler._waiting if s.goes_first and s not in first]
-        self.first = sorted((s for s in first if s.status is Status.WAITING), key=lambda s: s.serial)
-        limits = self.rig.limits
+        first = self._that_go_first()
+        self.first = {s: s.admissions for s in self.rig.scheduler._waiting if s.goes_first or s in first}
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.rows) <= limits.max_num_seqs
         assert sum(map(_num_scored, plan.rows)) <= MAX_SCORED
@@ -263,12 +289,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _ended(self, request_id: int) -> bool:
         return any(output.finish_reason is not None for output in self.rig.outputs[request_id])
 
+    def _that_go_first(self) -> list[Sequence]:
+        """Those for which others made way and that did not start since, oldest first."""
+        first = [s for s, admissions in self.first.items() if s.status is Status.WAITING and s.admissions == admissions]
+        return sorted(first, key=lambda sequence: sequence.serial)
+
     def _nobody_was_overtaken(
         self, waiting: list[Sequence], started: list[Sequence], overdue: list[Sequence], insisting: list[Sequence]
     ) -> None:
         """Within a tenant: nothing passes an overdue sequence unless that one waits for its adapter, and nothing
-        pins another adapter past one that has waited its limit for room and still has none. Those for which others
-        made way may."""
+        pins another adapter past one that has waited its limit for room, too, and still has none. Those for which
+        others made way may."""
         for newer in set(started).difference(self.first):
             passed = {s for s in waiting if s.status is Status.WAITING and s.serial < newer.serial}
             passed = {sequence for sequence in passed if sequence.tenant == newer.tenant}
