@@ -227,16 +227,25 @@ class ResidencyTable:
         """Let a resident keep its place for claim_seconds, unless it is pinned before, as after a commit."""
         resident.claim_until = now + self._claim_seconds
 
-    def evictable(self, now: float, spared: Collection[AdapterRef] = ()) -> Iterator[Resident]:
-        """Residents that may leave, least recently used first: no pins, no claim, not set apart, not `spared`."""
+    def evictable(
+        self, now: float, spared: Collection[AdapterRef] = (), unused: Collection[AdapterRef] = ()
+    ) -> Iterator[Resident]:
+        """Residents that may leave, least recently used first: no pins but by `unused`, no claim, not set apart, not
+        `spared`."""
         return (
             resident
             for resident in self._lru.values()
-            if resident.pins == 0
+            if (not resident.pins or (unused and all(r in unused for r, pins in resident.refs.items() if pins)))
             and resident.leaves_for is None
             and resident.claim_until <= now
             and resident.refs.keys().isdisjoint(spared)
         )
+
+    def fits_without(self, ref: AdapterRef, unused: Collection[AdapterRef], now: float) -> bool:
+        """Whether a version WAITING_FOR_ROOM would find some if `unused` had no pins; of others it is not known."""
+        leaving = list(self.evictable(now, (), unused))
+        room = self.budget_bytes - self._charged_bytes + sum(resident.nbytes for resident in leaving)
+        return room >= self._waiting.get(ref, 0) and (self.has_free_slot or bool(leaving))
 
     def may_prefetch(self, wanted: Collection[AdapterRef]) -> bool:
         """Whether what was brought in of the `wanted` ones, and nobody has used yet, leaves room for more of it."""

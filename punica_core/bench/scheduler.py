@@ -41,6 +41,9 @@ class WarmAndCold:
     def has(self, ref: AdapterRef) -> bool:
         return ref in self._grants
 
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        return False
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """What is cold stays so."""
 

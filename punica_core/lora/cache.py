@@ -152,6 +152,11 @@ class AdapterCache:
         with self._lock:
             return self._table.presence(ref, self._clock()) is Presence.RESIDENT
 
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        """See `Residency.fits_without`."""
+        with self._lock:
+            return self._table.fits_without(ref, others, self._clock())
+
     def release(self, ref: AdapterRef) -> None:
         """Undo one successful `acquire`. Raises ValueError for one too many."""
         with self._lock:

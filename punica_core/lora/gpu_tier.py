@@ -19,7 +19,6 @@ matrix of room is wasted in each gap between them.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -47,6 +46,8 @@ from punica_core.scheduler.plan import AdapterGrant, SkipReason
 NUM_SLOTS = 4096
 """Adapters resident at most. The tables take 48 bytes for each of them and each module: 44 MB for 224 modules."""
 
+_Refs = Collection[AdapterRef]
+_Runs = tuple[Run, ...]
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +94,7 @@ class GpuAdapterTier:
         self._table = ResidencyTable(
             "gpu", self.arena.buffer.nbytes, num_slots, retry_seconds=retry_seconds, claim_seconds=claim_seconds
         )
-        self._runs: dict[int, tuple[Run, ...]] = {}  # by slot
+        self._runs: dict[int, _Runs] = {}  # by slot
         self._copying: set[int] = set()  # slots of residents that are not there yet; each has a pin of ours
         self._denials = Denials()
         self._failures: dict[AdapterRef, PunicaError] = {}
@@ -143,6 +144,14 @@ class GpuAdapterTier:
             resident = self._table.find(ref)
             return resident is not None and resident.slot not in self._copying
 
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        """See `Residency.fits_without`."""
+        with self._lock:
+            denied = self._denials.part_sizes(ref)
+            if denied is not None:
+                return self._leaving_for(denied, self._clock(), (), others) is not None
+        return self._host.fits_without(ref, ())  # that is where it found none, and steps use nothing of it
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """See `Residency.prefetch`. Nothing is copied in advance while anything is copied."""
         self._host.prefetch(soonest, wanted)
@@ -151,7 +160,7 @@ class GpuAdapterTier:
                 return
             now = self._clock()
             ready = (r for r in soonest if self._table.presence(r, now) is Presence.ABSENT and self._host.has(r))
-            for ref in itertools.islice(ready, 1):
+            if (ref := next(ready, None)) is not None:
                 self._start(ref, now, wanted)
 
     def forget(self, path: str) -> None:
@@ -194,7 +203,7 @@ class GpuAdapterTier:
             self._closed = True
             self._has_work.notify_all()
 
-    def _start(self, ref: AdapterRef, now: float, spared: Collection[AdapterRef] = ()) -> SkipReason:
+    def _start(self, ref: AdapterRef, now: float, spared: _Refs = ()) -> SkipReason:
         """Begin or continue a load; the reason to wait. spared: who need not make room for it."""
         if self._table.presence(ref, now) is Presence.LOADING:
             return SkipReason.ADAPTER_LOADING
@@ -219,7 +228,7 @@ class GpuAdapterTier:
         self._has_work.notify()
         return SkipReason.ADAPTER_LOADING
 
-    def _fits_now(self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]) -> bool:
+    def _fits_now(self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: _Refs) -> bool:
         """Whether there is room for what found none."""
         if self._denials.stands(ref, now):
             return False
@@ -323,9 +332,7 @@ class GpuAdapterTier:
         self._copying.add(resident.slot)
         return resident
 
-    def _take_room(
-        self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]
-    ) -> tuple[Run, ...] | None:
+    def _take_room(self, ref: AdapterRef, part_sizes: Sequence[int], now: float, spared: _Refs) -> _Runs | None:
         """Ranges of the arena for a version that loads, in the books too; None if there is no room."""
         leaving = self._leaving_for(part_sizes, now, spared)
         if leaving is None:
@@ -338,17 +345,17 @@ class GpuAdapterTier:
         return runs
 
     def _leaving_for(
-        self, part_sizes: Sequence[int], now: float, spared: Collection[AdapterRef]
+        self, part_sizes: Sequence[int], now: float, spared: _Refs, unused: _Refs = ()
     ) -> list[Resident] | None:
-        """As few idle adapters as it takes, oldest first, to make room for an adapter, and a slot; None if all are not
-        enough."""
+        """As few idle adapters (and `unused` ones) as it takes, oldest first, to make room for an adapter, and a slot;
+        None if all are not enough."""
         total = sum(part_sizes)
         free, least = self.arena.free, 0 if self._table.has_free_slot else 1
-        if free.num_free + self._table.idle_bytes // self._dtype.itemsize < total:
+        if not unused and free.num_free + self._table.idle_bytes // self._dtype.itemsize < total:
             return None  # the usual "no" costs no walk
         if not least and free.fits(part_sizes):
             return []
-        idle = list(self._table.evictable(now, spared))
+        idle = list(self._table.evictable(now, spared, unused))
         count = fewest_to_give(free, [self._runs[resident.slot] for resident in idle], part_sizes, at_least=least)
         return None if count is None else idle[:count]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.admission import AdmissionPass
@@ -61,16 +62,28 @@ class AdapterRoom:
         if waited < self._limits.adapter_wait_limit:
             return SkipReason.ADAPTER_NO_ROOM
         turn.room_kept_for = ref
-        if waited >= 2 * self._limits.adapter_wait_limit:
-            for group in self._yielding_groups(sequence):
-                for newer in group:
-                    self._preempt(newer, turn.step)
-                verdict = self._residency.acquire(ref)
-                if verdict is not SkipReason.ADAPTER_NO_ROOM:
-                    self._waiting.put_first(sequence)
-                    turn.room_kept_for = None
-                    return verdict
-        return SkipReason.ADAPTER_NO_ROOM
+        yielding = self._who_yields(sequence, ref) if waited >= 2 * self._limits.adapter_wait_limit else []
+        if not yielding:
+            return SkipReason.ADAPTER_NO_ROOM
+        for newer in yielding:
+            self._preempt(newer, turn.step)
+        verdict = self._residency.acquire(ref)
+        if verdict is not SkipReason.ADAPTER_NO_ROOM:
+            self._waiting.put_first(sequence)
+            turn.room_kept_for = None
+        return verdict
+
+    def _who_yields(self, sequence: Sequence, ref: AdapterRef) -> list[Sequence]:
+        """As many of those who yield to this one as it takes; nobody if all are not enough."""
+        groups = self._yielding_groups(sequence)
+        if not self._residency.fits_without(ref, _adapters(itertools.chain(*groups))):
+            return []
+        yielding: list[Sequence] = []
+        for group in groups:
+            yielding += group
+            if self._residency.fits_without(ref, _adapters(yielding)):
+                break
+        return yielding
 
     def _yielding_groups(self, sequence: Sequence) -> list[list[Sequence]]:
         """Running sequences by adapter slot, for the slots that only such sequences use that yield to this one: newer
@@ -89,3 +102,7 @@ class AdapterRoom:
             if all(other.serial > sequence.serial and not had_less(other.tenant, tenant) for other in group)
         ]
         return sorted(yielding, key=lambda group: sum(other.num_computed for other in group))
+
+
+def _adapters(sequences: Iterable[Sequence]) -> set[AdapterRef]:
+    return {sequence.adapter for sequence in sequences if sequence.adapter is not None}

@@ -56,6 +56,9 @@ class Residency(Protocol):
     def has(self, ref: AdapterRef) -> bool:
         """Whether `acquire` would pin it now."""
 
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        """Whether an adapter that `acquire` has no room for would find some if nobody used `others`."""
+
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         """Bring in adapters that will be wanted, the soonest first, as far as that costs nobody anything: not the place
         of one that is in use or `wanted`, and no more than a share of the memory for what nobody uses yet."""

@@ -92,6 +92,7 @@ def test_a_pinned_adapter_is_not_evicted_and_the_next_one_is_told_so(make_cache:
     cache.acquire(second)
     assert cache.wait_for_load(PATIENCE)
     assert cache.acquire(second) is SkipReason.ADAPTER_NO_ROOM
+    assert [cache.fits_without(second, unused) for unused in ([], [first])] == [False, True]
     assert cache.weights(granted(cache, first).slot) is kept
     cache.release(first)
     assert cache.acquire(second) is SkipReason.ADAPTER_NO_ROOM, "one of two pins is left"

@@ -104,6 +104,20 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.take_out(gone or ())
         del self.loading[ref]
 
+    @precondition(lambda self: self.table._waiting)
+    @rule(data=st.data(), unused=st.sets(refs))
+    def make_way(self, data: st.DataObject, unused: set[AdapterRef]) -> None:
+        """Who waits for room finds some exactly when it was said that it would."""
+        ref = data.draw(st.sampled_from(sorted(self.table._waiting, key=REFS.index)))
+        fits = self.table.fits_without(ref, unused, self.now)
+        for version, _slot, _key in self.pinned:
+            if version in unused:
+                self.take_out(self.table.unpin(version))
+        self.pinned = [pin for pin in self.pinned if pin[0] not in unused]
+        assert self.table.begin(ref, self.now) == fits
+        if fits:
+            self.loading[ref] = 0
+
     @rule()
     def evict_the_oldest(self) -> None:
         for resident in list(self.table.evictable(self.now))[:1]:

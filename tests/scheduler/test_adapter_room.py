@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
-from punica_core.protocol import NewSequence
+from punica_core.protocol import AdapterRef, NewSequence
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.waiting import WaitingQueue
-from tests.support.residency import adapter_ref
+from tests.support.residency import FakeResidency, SizedResidency, adapter_ref
 from tests.support.scheduling import Rig, expected_tokens, make_rig, new_sequence
 
 LIMIT = 1.0
@@ -156,3 +158,33 @@ def test_if_it_did_not_go_first_they_would_have_made_way_in_vain(load_steps: int
     waited, preemptions = start_among_streams(NobodyGoesFirst, load_steps)
     assert waited > 2 * LIMIT + (load_steps + 3) * 0.1
     assert preemptions > 1
+
+
+class Hopeful(SizedResidency):
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        return True
+
+
+def stream_beside_one_that_waits(residency: type[FakeResidency]) -> Rig:
+    """An adapter that finds room when the oldest sequence has ended, and not before, whoever else makes way."""
+    rig = make_rig(num_slots=4, load_steps=1, max_model_len=128, adapter_wait_limit=LIMIT, residency_type=residency)
+    rig.add(new_sequence(0, prompt=2, max_tokens=60, adapter=adapter_ref("old 2")))
+    rig.step()
+    rig.add(new_sequence(1, prompt=2, max_tokens=4, adapter=adapter_ref("cold 3")))
+    rig.step()
+    rig.add(*(new_sequence(2 + i, prompt=2, max_tokens=45, adapter=adapter_ref("small 1")) for i in range(3)))
+    while 1 not in rig.started:
+        rig.step()
+    return rig
+
+
+def test_nobody_makes_way_if_all_who_would_are_not_enough() -> None:
+    rig = stream_beside_one_that_waits(SizedResidency)
+    assert rig.scheduler.counters.preemptions == 0
+    assert [len(rig.tokens(i)) for i in range(5)] == [60, 1, 45, 45, 45]
+
+
+def test_else_they_would_wait_with_it() -> None:
+    rig = stream_beside_one_that_waits(Hopeful)
+    assert rig.scheduler.counters.preemptions == 3
+    assert max(len(rig.tokens(i)) for i in (2, 3, 4)) < 2 * LIMIT / 0.1 + 3

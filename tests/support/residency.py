@@ -16,9 +16,13 @@ def adapter_ref(name: str, version: int = 1) -> AdapterRef:
 
 
 class FakeResidency:
-    """Slots are filled on demand; unpinned adapters are evicted, the one used longest ago first."""
+    """Slots are filled on demand; unpinned adapters are evicted, the one used longest ago first.
+
+    num_slots: also what the sizes of all adapters may be together, each 1 unless a subclass says otherwise.
+    """
 
     def __init__(self, num_slots: int, load_steps: int = 0) -> None:
+        self.num_slots = num_slots
         self.load_steps = load_steps
         self.pins: Counter[AdapterRef] = Counter()
         self.slots: dict[AdapterRef, int] = {}  # resident, used longest ago first
@@ -39,8 +43,15 @@ class FakeResidency:
         self.pins[ref] += 1
         return AdapterGrant(self.slots[ref], adapter_key=key_of(ref))
 
+    def size_of(self, ref: AdapterRef) -> int:
+        return 1
+
     def has(self, ref: AdapterRef) -> bool:
         return ref in self.slots
+
+    def fits_without(self, ref: AdapterRef, others: Collection[AdapterRef]) -> bool:
+        leaving = (resident for resident in self.slots if not self.pins[resident] or resident in others)
+        return self._room() + sum(map(self.size_of, leaving)) >= self.size_of(ref)
 
     def prefetch(self, soonest: Iterable[AdapterRef], wanted: Collection[AdapterRef]) -> None:
         self.asked.append(list(soonest))
@@ -67,21 +78,30 @@ class FakeResidency:
         return self.pins.total()
 
     def _reserve(self, ref: AdapterRef, spared: Collection[AdapterRef] = ()) -> bool:
-        if not self._free:
-            idle = (resident for resident in self.slots if not self.pins[resident] and resident not in spared)
-            victim = next(idle, None)
-            if victim is None:
-                return False
-            self._free.append(self.slots.pop(victim))
+        idle = [resident for resident in self.slots if not self.pins[resident] and resident not in spared]
+        if self._room() + sum(map(self.size_of, idle)) < self.size_of(ref):
+            return False
+        while self._room() < self.size_of(ref):
+            self._free.append(self.slots.pop(idle.pop(0)))
             self.num_evictions += 1
         self._slot_of_load[ref] = self._free.pop()
         self.loading[ref] = self.load_steps
         return True
 
+    def _room(self) -> int:
+        return self.num_slots - sum(map(self.size_of, [*self.slots, *self.loading]))
+
     def _land(self) -> None:
         for ref in [ref for ref, left in self.loading.items() if left <= 0]:
             del self.loading[ref]
             self.slots[ref] = self._slot_of_load.pop(ref)
+
+
+class SizedResidency(FakeResidency):
+    """The size of an adapter is the number at the end of its name, but no more than there is."""
+
+    def size_of(self, ref: AdapterRef) -> int:
+        return min(int(ref.name[-1]), self.num_slots)
 
 
 def key_of(ref: AdapterRef | None) -> str:

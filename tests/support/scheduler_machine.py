@@ -17,7 +17,7 @@ from punica_core.protocol import AdapterRef, FinishReason, NewSequence
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import RowPlan, StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Sequence, Status
-from tests.support.residency import adapter_ref
+from tests.support.residency import FakeResidency, SizedResidency, adapter_ref
 from tests.support.scheduling import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -28,7 +28,7 @@ from tests.support.scheduling import (
     new_sequence,
 )
 
-ADAPTERS = [None, adapter_ref("a"), adapter_ref("b"), adapter_ref("c"), adapter_ref("a", version=2)]
+ADAPTERS = [None, adapter_ref("a 1"), adapter_ref("b 2"), adapter_ref("c 3"), adapter_ref("a 1", version=2)]
 STEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 MAX_TOKENS = 7
 NUM_BLOCKS = 8
@@ -42,7 +42,7 @@ STEP_TARGET = 0.4
 
 class SchedulerMachine(RuleBasedStateMachine):
     """depth: steps in flight at most. The rig is tight on purpose: 8 blocks of 4 tokens, 3 seats, 8 tokens a step of
-    which 4 may be scored, 1 to 3 adapters at a time.
+    which 4 may be scored, 1 to 3 adapters at a time or fewer, if they have sizes.
     """
 
     rig_factory = staticmethod(make_rig)
@@ -59,17 +59,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         prefix_cache=st.booleans(),
         num_slots=st.integers(1, 3),
+        residency=st.sampled_from([FakeResidency, SizedResidency]),
         load_steps=st.integers(0, 3),
         adapter_wait_limit=st.sampled_from(ADAPTER_WAIT_LIMITS),
         paced=st.booleans(),
     )
     def build(
-        self, prefix_cache: bool, num_slots: int, load_steps: int, adapter_wait_limit: float, paced: bool
+        self,
+        prefix_cache: bool,
+        num_slots: int,
+        residency: type[FakeResidency],
+        load_steps: int,
+        adapter_wait_limit: float,
+        paced: bool,
     ) -> None:
         self.paced = paced
         self.rig: Rig = self.rig_factory(
             num_blocks=NUM_BLOCKS,
             num_slots=num_slots,
+            residency_type=residency,
             load_steps=load_steps,
             prefix_cache=prefix_cache,
             max_num_seqs=3,

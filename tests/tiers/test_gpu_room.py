@@ -192,6 +192,36 @@ def test_idle_adapters_stay_if_not_even_without_them_the_newcomer_would_fit(
     assert_stored(tier, granted(tier, large).slot, weights)
 
 
+def test_it_is_told_who_must_go_for_a_newcomer_to_fit(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+    tier = make_tier(3 * NUM_ELEMENTS)
+    a, b, c = add(adapters, 3)
+    grants = {ref: granted(tier, ref) for ref in (a, b, c)}
+    weights = make_weights("large", 8, seed=9)
+    assert NUM_ELEMENTS < arena_elements(weights) <= 2 * NUM_ELEMENTS
+    large = adapters.add("large", weights)
+    assert settle(tier, large) is SkipReason.ADAPTER_NO_ROOM
+    assert [tier.fits_without(large, unused) for unused in ([], [a], [a, c], [a, b, c])] == [False, False, True, True]
+    assert {ref: granted(tier, ref) for ref in (a, b, c)} == grants, "nothing was changed"
+    assert tier._table.evictions == 0
+    for ref in (a, a, c, c):
+        tier.release(ref)
+    assert_stored(tier, granted(tier, large).slot, weights)
+
+
+def test_nobody_who_uses_the_gpu_makes_room_on_the_host(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
+    tier = make_tier(3 * NUM_ELEMENTS)
+    a, b = add(adapters, 2)
+    granted(tier, a)
+    host = tier._host
+    host._table.budget_bytes = host._table.bytes_used
+    held = host.acquire(a)
+    assert isinstance(held, AdapterGrant)
+    assert settle(tier, b) is SkipReason.ADAPTER_NO_ROOM
+    assert not tier.fits_without(b, [a])
+    host.release(a)
+    assert tier.fits_without(b, [])
+
+
 def test_when_slots_run_out_the_oldest_idle_adapter_gives_its_up(make_tier: MakeTier, adapters: MemoryAdapters) -> None:
     tier = make_tier(num_slots=2)
     a, b, c = add(adapters, 3)
