@@ -170,7 +170,12 @@ async def test_a_crash_of_the_worker_ends_requests_and_the_server_answers_again(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_signals_let_running_streams_finish_and_exit_with_0(model_dir: Path, signum: signal.Signals) -> None:
+async def test_signals_let_running_streams_finish_and_exit_with_0(
+    model_dir: Path, signum: signal.Signals, request: pytest.FixtureRequest
+) -> None:
+    if signal.getsignal(signum) is signal.SIG_IGN:  # the tests run under nohup, and the server would respect that
+        signal.signal(signum, signal.SIG_DFL)
+        request.addfinalizer(lambda: signal.signal(signum, signal.SIG_IGN))
     with running(model_dir, step_seconds=0.01) as server:
         async with server.openai() as client:
             streams = [
