@@ -88,10 +88,7 @@ void lora_linear_tile(Tensor y, Tensor v, Tensor x, Tensor weight, std::optional
                     "bias must be contiguous [O] of weight's dtype");
     params.bias = bias->data_ptr();
   }
-  int const step = params.tile.boxes * punica::kLinearBox;
-  params.num_steps = (to_int(x.size(1)) + step - 1) / step;
   shrink.scratch = punica::make_scratch(v, plan, x.size(0), shrink.tables.slices, max_rank, config.num_sms, true);
-  shrink.scratch.num_blocks = (params.out_features + params.tile.height - 1) / params.tile.height * params.tile.splits;
   shrink.x = x.data_ptr();
   shrink.x_stride = x.stride(0);
   shrink.in_features = to_int(x.size(1));

@@ -144,7 +144,7 @@ BREAKS = {
     "a stage is never given back": ("linear.cuh", "  if (num_steps > 0) ring.release_last();\n", ""),
     "products read behind the memory": (
         "linear_params.h",
-        "params.num_parts() * kLinearTileRows - params.tile.height",
+        "params.num_parts() * kLinearTileRows - tile.height",
         "0 * kLinearTileRows",
     ),
     "adapters are put where weights come": ("linear.cuh", "      named_barrier(kFilledBarrier, 64);\n", ""),

@@ -209,9 +209,7 @@ cudaError_t launch_linear_tile(LinearParams const& params, int shared_bytes, Lau
   auto* const kernel = linear_kernel<T, kRows, kGroups, kParts>;
   cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  LinearTile const& tile = params.tile;
-  int const blocks = (params.out_features + tile.height - 1) / tile.height * tile.splits;
-  return launch_clusters(kernel, blocks, kLinearThreads<kGroups>, tile.splits, shared_bytes, params, config);
+  return launch_clusters(kernel, params.shrink.scratch.num_blocks, kLinearThreads<kGroups>, params.tile.splits, shared_bytes, params, config);
 }
 
 template <typename T, int kRows>

@@ -10,7 +10,6 @@
 namespace punica {
 
 constexpr int kLinearBox = 64;       // elements of K in a box of the copy engine: 128 bytes, as wide as its swizzle
-constexpr int kMaxLinearRows = 64;
 constexpr int kMaxLinearStages = 12;
 constexpr int kLinearSharedBytes = 208 * 1024;  // beside what is declared
 constexpr int kMaxLinearHeight = 256;
@@ -51,18 +50,22 @@ struct LinearParams {
   __host__ __device__ int exchange_bytes() const { return tile.splits * tile.rows * exchange_pitch() * 4; }
 };
 
-// Sets how many stages the ring has; returns bytes of shared memory that a block asks for, 0 if the tile does not fit. max_rank: bound of every lora_rank.
+// Sets what follows from the tile: blocks, steps of K, and how many stages the ring has. Returns bytes of shared memory that a block asks for, 0 if the tile does not fit. max_rank: bound of every lora_rank.
 inline int fit_tile(LinearParams& params, int max_rank) {
+  LinearTile const& tile = params.tile;
+  int const step = tile.boxes * kLinearBox;
+  params.num_steps = (params.shrink.in_features + step - 1) / step;
+  params.shrink.scratch.num_blocks = (params.out_features + tile.height - 1) / tile.height * tile.splits;
   // Warpgroups read whole tiles of 64 columns, of which the last ones may lie in what follows.
-  int const behind = (params.num_parts() * kLinearTileRows - params.tile.height) * 2 * kLinearBox;
+  int const behind = (params.num_parts() * kLinearTileRows - tile.height) * 2 * kLinearBox;
   int const sums = params.exchange_bytes();
-  int const beyond = std::max(params.tile.splits > 1 ? sums : 0, behind);
+  int const beyond = std::max(tile.splits > 1 ? sums : 0, behind);
   int const alignment = 1024;
-  params.stages = std::min({params.tile.stages, kMaxLinearStages, (kLinearSharedBytes - alignment - beyond) / params.stage_bytes()});
+  params.stages = std::min({tile.stages, kMaxLinearStages, (kLinearSharedBytes - alignment - beyond) / params.stage_bytes()});
   // Eight low-rank rows, and sixteen columns of B.
   int const least = max_rank * 2 * (8 * params.shrink.tables.slices + 16);
   if (params.stages < 2 || params.stage_bytes() < least) return 0;
-  if (params.tile.splits == 1 && sums > params.stages * params.stage_bytes()) return 0;
+  if (tile.splits == 1 && sums > params.stages * params.stage_bytes()) return 0;
   return alignment + params.stages * params.stage_bytes() + beyond;
 }
 
