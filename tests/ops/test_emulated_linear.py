@@ -147,7 +147,11 @@ BREAKS = {
         "params.num_parts() * kLinearTileRows - tile.height",
         "0 * kLinearTileRows",
     ),
-    "adapters are put where weights come": ("linear.cuh", "      named_barrier(kFilledBarrier, 64);\n", ""),
+    "adapters are put where weights come": (
+        "linear_adapters.cuh",
+        "void await_adapters() const { await(start_ + offsetof(LinearStages, asked), 0); }",
+        "void await_adapters() const {}",
+    ),
     "nobody waits for the low-rank rows": (
         "linear_shrink.cuh",
         "while (load_acquire(counters.done) < total) pause();",

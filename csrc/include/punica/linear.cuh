@@ -63,7 +63,7 @@ __device__ inline void multiply_steps(LinearParams const& params, LinearRing& ri
   if (num_steps > 0) ring.release_last();
 }
 
-// Brings W and x. By one thread.
+// Brings W and x, and lets adapters follow. By one thread.
 template <int kRows>
 __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, int first_step, int num_steps, int first_column) {
   LinearTile const& tile = params.tile;
@@ -79,6 +79,7 @@ __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, i
     for (int box = 0; box < tile.boxes; ++box, to += kRows * 2 * kLinearBox) copy_box(to, params.x, column + box * kLinearBox, 0, full, Keep::kLast);
     ring.advance();
   }
+  ring.begin_adapters();
 }
 
 // Each thread of the cluster arrives, and then waits for all; what they wrote before is seen.
@@ -152,6 +153,7 @@ __device__ inline void linear_block(LinearParams const& params) {
       init_barrier(shared_address(&shared.stages.full[lane]), 1);
       init_barrier(shared_address(&shared.stages.empty[lane]), kConsumers<kGroups> / 32);
     }
+    if (lane == 0) init_barrier(shared_address(&shared.stages.asked), 1);
     if (lane == 0) fetch_map(params.weight);
     if (lane == 1) fetch_map(params.x);
     fence_barriers();
@@ -163,7 +165,6 @@ __device__ inline void linear_block(LinearParams const& params) {
     if (role == 0) {
       if (threadIdx.x % 32 == 0) fill_ring<kRows>(params, ring, first_step, num_steps, first_column);
       __syncwarp();
-      named_barrier(kFilledBarrier, 64);
     } else if (role == 1) {
       ring.skip(num_steps);
       stream_adapters<T>(params, ring, first_column, split);

@@ -40,12 +40,12 @@ struct alignas(16) AdapterStage {
 };
 
 constexpr int kStageItems = 32;
-constexpr int kFilledBarrier = 2;
 constexpr int kPrefetchBytes = 128 * 1024;  // of a block: more would not stay in the L2 cache
 
 struct LinearStages {
   uint64_t full[kMaxLinearStages];  // barriers
   uint64_t empty[kMaxLinearStages];
+  uint64_t asked;  // for all of W and x
   AdapterStage adapters[kMaxLinearStages];
   AdapterItem items[kMaxLinearStages][kStageItems];
 };
@@ -67,6 +67,10 @@ class LinearRing {
   __device__ uint32_t full() const { return start_ + offsetof(LinearStages, full) + index_ * 8; }
   __device__ uint32_t items() const { return start_ + offsetof(LinearStages, items) + index_ * (kStageItems * sizeof(AdapterItem)); }
   __device__ int stage_bytes() const { return stage_bytes_; }
+
+  // Adapters come behind W and x, in the order in which they are asked for.
+  __device__ void begin_adapters() const { arrive(start_ + offsetof(LinearStages, asked)); }
+  __device__ void await_adapters() const { await(start_ + offsetof(LinearStages, asked), 0); }
 
   // What the stage holds, for who reads it and for who writes it.
   __device__ AdapterStage adapters() const {
@@ -209,8 +213,8 @@ struct AdapterStream {
   }
 };
 
-// All that adapters of the step have for the block's columns, of the rows that are the block's. By a whole warp, which waits for shrink, and with named
-// barrier 2 for the warp that fills the ring before.
+// All that adapters of the step have for the block's columns, of the rows that are the block's. By a whole warp, which waits for shrink, and for the warp
+// that fills the ring before.
 template <typename T>
 __device__ inline void stream_adapters(LinearParams const& params, LinearRing& ring, int first_column, int split) {
   int const lane = threadIdx.x % 32;
@@ -248,7 +252,7 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       if (must_wait) {
         if ((todo >> lane & 1) && bytes * __popc(todo) <= kPrefetchBytes) prefetch(segment.b, bytes);
         await_hidden(params.shrink);
-        named_barrier(kFilledBarrier, 64);
+        ring.await_adapters();
       }
       must_wait = false;
       auto const* const hidden = static_cast<T const*>(params.shrink.scratch.hidden);
@@ -257,7 +261,7 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
     }
   }
   if (must_wait) await_hidden(params.shrink);
-  if (must_wait) named_barrier(kFilledBarrier, 64);
+  ring.await_adapters();
   ring.await_empty();
   if (lane == 0) {
     ring.set_adapters({-1});
