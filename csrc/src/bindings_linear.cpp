@@ -79,7 +79,7 @@ void lora_linear_tile(Tensor y, Tensor v, Tensor x, Tensor weight, std::optional
   params.num_rows = to_int(x.size(0));
   params.out_features = to_int(y.size(1));
   params.weight = make_map(weight, params.tile.height);
-  params.x = make_map(x, params.tile.rows);
+  params.x = make_map(x, params.box_rows());
   params.y = y.data_ptr();
   params.y_stride = y.stride(0);
   if (bias) {

@@ -28,7 +28,7 @@ from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
 from punica_core.lora.table_modules import TableModules
-from punica_core.lora.table_step import TableLoRA, bind_tables, can_fuse, lora_orders
+from punica_core.lora.table_step import TableLoRA, bind_tables, lora_orders, most_fused_rows
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -104,6 +104,10 @@ def build_gpu_parts(
     plan = plan_gpu_memory(config, demand)
     for line in plan.describe():
         logger.info(line)
+    if sizes.fused_rows:
+        logger.info(
+            "Steps of at most %d rows with few adapters compute a layer and its LoRA in one kernel", sizes.fused_rows
+        )
     tier = None
     if config.lora:
         tier = GpuAdapterTier(
@@ -168,10 +172,10 @@ class _Builder:
         budget = config.max_num_batched_tokens
         cache = allocate_kv_cache(loaded, 1)  # in the end it has one block more than the plan: it is measured with it
         whole_mixed = attends_whole(cache, loaded.num_heads)
-        fused = config.lora and can_fuse(loaded.groups, config.max_lora_rank, loaded.device)
+        fused_rows = most_fused_rows(loaded.groups, loaded.device) if config.lora else 0
         self.sizes = GraphSizes()
         if has_graphs:
-            self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed, fused=fused)
+            self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed, fused_rows=fused_rows)
         self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
         if reason is None:
             largest = self.sizes.largest
@@ -279,7 +283,12 @@ class _Builder:
         # Fused steps are compiled where they are captured.
         limits = self._limits
         return TableLoRA(
-            tables, arena, max_rows=limits.max_rows, max_rank=limits.max_rank, beside=True, fused=self.sizes.fused
+            tables,
+            arena,
+            max_rows=limits.max_rows,
+            max_rank=limits.max_rank,
+            beside=True,
+            fused_rows=self.sizes.fused_rows,
         )
 
     def _runner(

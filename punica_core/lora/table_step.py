@@ -16,7 +16,7 @@ from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
-from punica_core.ops.linear import MAX_LINEAR_ROWS, takes_layer
+from punica_core.ops.linear import FEW_LINEAR_ROWS, FEW_LINEAR_SLICES, MAX_LINEAR_ROWS, takes_layer
 from punica_core.ops.plan import MAX_DECODE_ROWS
 
 
@@ -30,7 +30,7 @@ class LoRAOrder(Enum):
     AHEAD = auto()
     """Shrink and expand; the base product is added to what they wrote, which saves reading and writing it once more."""
     FUSED = auto()
-    """Base product, shrink and expand in one kernel, for few rows of few adapters."""
+    """Base product, shrink and expand in one kernel, for few rows of few adapters; `BESIDE` in layers not taken."""
 
 
 MAX_FUSED_ADAPTERS = 4
@@ -39,35 +39,49 @@ MAX_FUSED_ADAPTERS = 4
 MAX_FUSED_RANKS = 64
 """The sum of their lora_ranks, at most: one adapter of 64 with 64 rows is the last that gained anything there."""
 
+MAX_LONG_FUSED_RANK = 32
+"""Of each, with more than FEW_LINEAR_ROWS rows: beyond, low-rank rows do not fit the place of weights."""
 
-def lora_orders(num_rows: int, *, lora: bool = True, fused: bool = False) -> tuple[LoRAOrder, ...]:
+
+def lora_orders(num_rows: int, *, lora: bool = True, fused_rows: int = 0) -> tuple[LoRAOrder, ...]:
     """The orders that steps of `num_rows` rows are computed in, padding counted.
 
-    lora: there may be adapters. fused: the GPU has a kernel for that.
+    lora: there may be adapters. fused_rows: of the largest step that may be in `LoRAOrder.FUSED`, 0 if none may.
     """
     if not lora:
         return (LoRAOrder.NONE,)
     if num_rows > MAX_DECODE_ROWS:
         return (LoRAOrder.AHEAD, LoRAOrder.BESIDE, LoRAOrder.NONE)
-    if fused and num_rows <= MAX_LINEAR_ROWS:
+    if num_rows <= fused_rows:
         return (LoRAOrder.FUSED, LoRAOrder.BESIDE, LoRAOrder.NONE)
     return (LoRAOrder.BESIDE, LoRAOrder.NONE)
 
 
-def can_fuse(groups: Sequence[LinearGroup], max_rank: int, device: torch.device) -> bool:
-    """Whether one kernel computes each of a model's layers with its adapters. max_rank: bound of every lora_rank."""
-    rank = row_pitch(max_rank)
-    return all(
-        takes_layer(sum(group.out_features), group.in_features, slices=len(group.paths), max_rank=rank, device=device)
-        for group in groups
-    )
+def most_fused_rows(groups: Sequence[LinearGroup], device: torch.device) -> int:
+    """Rows of the largest step that one kernel computes with few adapters: 0 if it does not take each layer of a model,
+    FEW_LINEAR_ROWS if beyond them it does not take those that `is_fused` names, or they are few."""
+    fused = [group for group in groups if is_fused(MAX_LINEAR_ROWS, group.out_features)]
+    if not all(_takes(group, rows, device) for rows in (1, 16, 32, FEW_LINEAR_ROWS) for group in groups):
+        return 0
+    is_most = 2 * len(fused) > len(groups) and all(_takes(group, MAX_LINEAR_ROWS, device) for group in fused)
+    return MAX_LINEAR_ROWS if is_most else FEW_LINEAR_ROWS
+
+
+def is_fused(num_rows: int, out_features: Sequence[int]) -> bool:
+    """Whether a layer of slices O wide is one kernel in a step of `num_rows` rows in `LoRAOrder.FUSED`."""
+    return num_rows <= FEW_LINEAR_ROWS or len(out_features) <= FEW_LINEAR_SLICES
+
+
+def _takes(group: LinearGroup, num_rows: int, device: torch.device) -> bool:
+    sizes = (num_rows, sum(group.out_features), group.in_features)
+    return takes_layer(*sizes, slices=len(group.out_features), max_rank=MAX_FUSED_RANKS, device=device)
 
 
 class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
-    runs beside shrink; may be turned off before they are captured. fused: steps may be in `LoRAOrder.FUSED`.
+    runs beside shrink; may be turned off before they are captured. fused_rows: see `lora_orders`.
     running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a bias are computed
     as in `BESIDE`. dropped: `AHEAD` or `FUSED`, if no step may be in that order; who runs steps may add to it.
     """
@@ -80,7 +94,7 @@ class TableLoRA:
         max_rows: int,
         max_rank: int,
         beside: bool = False,
-        fused: bool = False,
+        fused_rows: int = 0,
     ) -> None:
         device = arena.buffer.device
         self._max_rank = row_pitch(max_rank)
@@ -88,7 +102,7 @@ class TableLoRA:
         self._slot_rank = tables.slot_rank
         self._slot_affine = tables.slot_affine
         self.beside = beside
-        self.fused = fused
+        self.fused_rows = fused_rows
         self.dropped: set[LoRAOrder] = set()
         self.running = LoRAOrder.BESIDE
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
@@ -118,7 +132,7 @@ class TableLoRA:
         used = row_slots[adapted]
         if not len(used):
             return LoRAOrder.NONE
-        orders = lora_orders(len(row_slots), fused=self.fused)
+        orders = lora_orders(len(row_slots), fused_rows=self.fused_rows)
         best = next(order for order in orders if order not in self.dropped)
         if np.any(self._slot_affine[used]):
             return LoRAOrder.BESIDE
@@ -126,7 +140,9 @@ class TableLoRA:
             begins = adapted.copy()
             begins[1:] &= row_slots[1:] != row_slots[:-1]
             runs = row_slots[begins]
-            few = len(runs) <= MAX_FUSED_ADAPTERS and self._slot_rank[runs].sum() <= MAX_FUSED_RANKS
+            ranks = self._slot_rank[runs]
+            most_rank = MAX_FUSED_RANKS if len(row_slots) <= FEW_LINEAR_ROWS else MAX_LONG_FUSED_RANK
+            few = len(runs) <= MAX_FUSED_ADAPTERS and ranks.sum() <= MAX_FUSED_RANKS and ranks.max() <= most_rank
             return best if few else LoRAOrder.BESIDE
         return best
 
@@ -138,11 +154,11 @@ class TableLoRA:
         self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """See `TableStep.product`; T is the number of rows of the step begun last."""
-        if self.running is LoRAOrder.FUSED:
+        if self.running is LoRAOrder.FUSED and is_fused(x.size(0), out_features):
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._scratch(out_features, x)
             tables = (self._arena, table, self._plan)
-            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, self._max_rank)
+            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, min(self._max_rank, MAX_FUSED_RANKS))
         elif self.running is LoRAOrder.AHEAD and bias is None:
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._shrink(table, out_features, x, summed=True)

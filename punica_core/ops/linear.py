@@ -13,15 +13,21 @@ from torch import Tensor
 
 from punica_core.ops.checks import check_linear
 
-MAX_LINEAR_ROWS: Final = 64
+MAX_LINEAR_ROWS: Final = 128
 """T of the largest step that the kernel takes: its x must fit beside the weights that are on their way."""
 
-_STEP_ROWS: Final = (8, 16, 32, 64)
+FEW_LINEAR_ROWS: Final = 64
+FEW_LINEAR_SLICES: Final = 2
+"""Layers of more slices are not taken in steps of more rows: their low-rank rows take longer than the weight."""
+
+_STEP_ROWS: Final = (8, 16, 32, 64, 128)
 _SHORTEST_ALONE: Final = 128
 """Columns of a block from which on it does not share K with another: with fewer, x moves more bytes than weights."""
 _MOST_HEIGHT: Final = 256
-_RING_BYTES: Final = {8: 124 << 10, 16: 124 << 10, 32: 136 << 10, 64: 192 << 10}
+_RING_BYTES: Final = {8: 124 << 10, 16: 124 << 10, 32: 136 << 10, 64: 192 << 10, 128: 192 << 10}
 """Bytes on their way that keep memory busy, by rows; more delay what else is read. Measured on an H200."""
+_LEAST_LONG_STAGES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 3}
+"""Stages of two boxes that a ring needs, by rows; else each has one."""
 
 
 class LinearTile(NamedTuple):
@@ -41,7 +47,8 @@ def linear_tile(
     """How a layer of a step of `num_rows` is cut into one block a multiprocessor; None if the kernel does not take it.
 
     Not taken are layers that would need more than one block a multiprocessor, and heights of 129 to 192, of which a
-    quarter of the tensor cores' work would be for nothing: both are untried.
+    quarter of the tensor cores' work would be for nothing: both are untried. Nor layers of more than FEW_LINEAR_ROWS
+    rows and more than FEW_LINEAR_SLICES slices, which are slower than shrink beside cuBLAS.
 
     slices, max_rank: of its adapters. num_sms: multiprocessors of the GPU.
     """
@@ -52,22 +59,24 @@ def linear_tile(
     splits = 1 if out_features >= blocks * _SHORTEST_ALONE else 2
     step = 16 * splits
     height = -(-out_features * splits // (blocks * step)) * step
-    if height > _MOST_HEIGHT or 128 < height <= 192:
+    if height > _MOST_HEIGHT or 128 < height <= 192 or (rows > FEW_LINEAR_ROWS and slices > FEW_LINEAR_SLICES):
         return None
     box = (height + rows) * 128
-    boxes = 2 if 4 * 2 * box <= _RING_BYTES[rows] else 1
+    boxes = 2 if _LEAST_LONG_STAGES[rows] * 2 * box <= _RING_BYTES[rows] else 1
     stage = boxes * box
     if stage < 2 * max_rank * (8 * slices + 16):
         return None
     return LinearTile(rows, height, splits, boxes, max(2, _RING_BYTES[rows] // stage))
 
 
-def takes_layer(out_features: int, in_features: int, *, slices: int, max_rank: int, device: torch.device) -> bool:
-    """Whether the kernel computes a layer with adapters in steps of any number of rows up to MAX_LINEAR_ROWS."""
+def takes_layer(
+    num_rows: int, out_features: int, in_features: int, *, slices: int, max_rank: int, device: torch.device
+) -> bool:
+    """Whether the kernel computes a layer with adapters in steps of `num_rows`. Sizes as for `linear_tile`."""
     if not fits_kernel(device):
         return False
     sizes = {"slices": slices, "max_rank": max_rank, "num_sms": _num_sms(device)}
-    return all(linear_tile(rows, out_features, in_features, **sizes) is not None for rows in _STEP_ROWS)
+    return linear_tile(num_rows, out_features, in_features, **sizes) is not None
 
 
 def lora_linear_cuda(

@@ -19,7 +19,7 @@ from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import DrivenRunner, random_prompt
 from tests.support.peft_adapters import adapter_ref, linear_shapes, save_peft_adapter, tiny_llama
 
-SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), fused=True)
+SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), fused_rows=64)
 NUM_GRAPHS = 8 + 4 + 1 + 2 * (2 + 3)
 """Two decode sizes, with and without pieces of contexts, with and without adapters; those with adapters fused too, as
 are 64 prompt rows alone; two of 64 prompt rows, with and without adapters; and two of 384, where those with adapters
@@ -69,7 +69,7 @@ def capture(weights: AdapterWeights, monkeypatch: pytest.MonkeyPatch) -> Capture
     def start(refusal: Refusal) -> tuple[DrivenDeviceRunner, Captures]:
         driven = DrivenDeviceRunner(tiny_llama(), {0: weights})
         assert driven.lora is not None
-        driven.lora.fused = SIZES.fused
+        driven.lora.fused_rows = SIZES.fused_rows
         captures = Captures(refusal, driven.lora)
         monkeypatch.setattr(device_runner, "StepGraphs", captures)
         driven.runner.capture(SIZES, torch.empty(SIZES.largest.num_logits, driven.loaded.vocab_size))

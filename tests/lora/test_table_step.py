@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from punica_core import ops
 from punica_core.lora.layers import LinearGroup, LoRAContext, LoRALinear
 from punica_core.lora.linear import has_onednn
-from punica_core.lora.table_step import LoRAOrder, TableLoRA, can_fuse, lora_orders
+from punica_core.lora.table_step import LoRAOrder, TableLoRA, lora_orders, most_fused_rows
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
 from punica_core.ops import linear as linear_ops
 
@@ -191,13 +191,15 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
     [
         ([-1] * 64, LoRAOrder.NONE),
         ([0] * 64, LoRAOrder.FUSED),
-        ([0] * 65, LoRAOrder.BESIDE),
+        ([0] * 129, LoRAOrder.BESIDE),
         ([-1, 0, 0, -1, 1, -1], LoRAOrder.FUSED),
         ([0, 1, 0, 1, -1, -1], LoRAOrder.FUSED),
         ([0, 1, 0, 1, -1, 0], LoRAOrder.BESIDE),
         ([0, 0, 2], LoRAOrder.BESIDE),
         ([3, 3, 1, 1], LoRAOrder.FUSED),
         ([3, 1, 3, 1], LoRAOrder.BESIDE),
+        ([0] * 65, LoRAOrder.FUSED),
+        ([3] + [0] * 64, LoRAOrder.BESIDE),
     ],
     ids=[
         "base",
@@ -209,6 +211,8 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
         "one of them with a gain",
         "a large rank",
         "a large rank twice",
+        "many rows",
+        "many rows and a large rank",
     ],
 )
 def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
@@ -218,56 +222,55 @@ def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: l
         tables.write(slot, {0: dataclasses.replace(plain, row_gain=gain)}, arena)
     tables.write(3, {0: ModuleWeights(torch.randn(60, HIDDEN), torch.randn(WIDE, 60), 1.0)}, arena)
     rows = np.array(row_slots, np.int32)
-    fused, plain_lora = (TableLoRA(tables, arena, max_rows=65, max_rank=64, fused=fused) for fused in (True, False))
+    fused, plain_lora = (TableLoRA(tables, arena, max_rows=129, max_rank=64, fused_rows=most) for most in (128, 0))
     assert fused.order(rows) is order
-    assert order in lora_orders(len(rows), fused=True)
+    assert order in lora_orders(len(rows), fused_rows=128)
     assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "max_rank", "fused"),
+    ("sizes", "slices", "most"),
     [
-        ((4096, 4096, 1024, 14336), 256, True),
-        ((3072, 3072, 1024, 8192), 256, True),
-        ((5120, 5120, 5120, 13824), 256, True),
-        ((2048, 2048, 512, 8192), 128, True),
-        ((2048, 2048, 512, 8192), 256, False),
-        ((4096, 4096, 4096, 11008), 16, False),
-        ((3584, 3584, 512, 18944), 16, False),
-        ((4096, 4096, 1024, 12288), 16, False),
-        ((8192, 8192, 1024, 28672), 16, False),
+        ((4096, 4096, 1024, 14336), (3, 1, 2, 1), 128),
+        ((4096, 4096, 1024, 14336), (3, 1, 3, 1), 64),
+        ((3072, 3072, 1024, 8192), (3, 1, 2, 1), 128),
+        ((5120, 5120, 5120, 13824), (3, 1, 2, 1), 128),
+        ((2048, 2048, 512, 8192), (3, 1, 2, 1), 128),
+        ((4096, 4096, 4096, 11008), (3, 1, 2, 1), 0),
+        ((3584, 3584, 512, 18944), (3, 1, 2, 1), 0),
+        ((4096, 4096, 1024, 12288), (3, 1, 2, 1), 0),
+        ((8192, 8192, 1024, 28672), (3, 1, 2, 1), 0),
     ],
     ids=[
         "llama3-8b",
+        "half of three slices",
         "llama3-3b",
         "llama2-13b",
         "llama3-1b",
-        "llama3-1b-256",
         "llama2-7b",
         "qwen2.5-7b",
         "qwen3-8b",
         "llama3-70b",
     ],
 )
-def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch, sizes, max_rank, fused) -> None:
+def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch, sizes, slices, most) -> None:
     """docs/kernels.md names these models. sizes: hidden, of queries, of keys, of gate."""
     hidden, queries, keys, wide = sizes
+    layers = ((hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * wide), (wide, hidden))
     groups = [
-        LinearGroup(0, ("q", "k", "v"), hidden, (queries, keys, keys)),
-        LinearGroup(1, ("o",), queries, (hidden,)),
-        LinearGroup(2, ("gate", "up"), hidden, (wide, wide)),
-        LinearGroup(3, ("down",), wide, (hidden,)),
+        LinearGroup(index, tuple(map(str, range(count))), fin, (8,) * (count - 1) + (fout - 8 * (count - 1),))
+        for index, ((fin, fout), count) in enumerate(zip(layers, slices, strict=True))
     ]
-    assert not can_fuse(groups, max_rank, torch.device("cpu"))
+    assert most_fused_rows(groups, torch.device("cpu")) == 0
     monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
     monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
-    assert can_fuse(groups, max_rank, torch.device("cuda")) is fused
+    assert most_fused_rows(groups, torch.device("cuda")) == most
 
 
 def test_a_dropped_order_is_left_for_the_next_best() -> None:
     tables = AdapterTables(1, 1)
     tables.slot_rank[0] = 4
-    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=MANY, max_rank=8, fused=True)
+    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=MANY, max_rank=8, fused_rows=64)
     few, many = np.zeros(64, np.int32), np.zeros(MANY, np.int32)
     assert [lora.order(few), lora.order(many)] == [LoRAOrder.FUSED, LoRAOrder.AHEAD]
     lora.dropped.add(LoRAOrder.AHEAD)
@@ -282,6 +285,26 @@ def test_a_fused_layer_is_one_op(mlp: Mlp, x: Tensor) -> None:
         got = mlp(x)
     assert [name for name, _, _ in recorder.calls] == ["punica::lora_linear"] * 2
     torch.testing.assert_close(got.double(), mlp.expected(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_slices", "names"),
+    [
+        (64, 3, ["punica::lora_linear"]),
+        (65, 2, ["punica::lora_linear"]),
+        (65, 3, ["punica::lora_shrink", "aten::linear", "punica::lora_expand"]),
+    ],
+)
+def test_layers_that_the_kernel_is_too_slow_for_are_computed_beside_it(num_rows, num_slices, names) -> None:
+    tables = AdapterTables(3, 1)
+    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=65, max_rank=8, fused_rows=128)
+    lora.running = LoRAOrder.FUSED
+    lora.begin(np.full(num_rows, -1, np.int32))
+    x, weight = torch.randn(num_rows, HIDDEN), torch.randn(8 * num_slices, HIDDEN)
+    with torch.inference_mode(), Recorder() as recorder:
+        y = lora.product(tables.group(0, num_slices), (8,) * num_slices, x, weight, None)
+    assert [name for name, _, _ in recorder.calls] == names
+    torch.testing.assert_close(y, x @ weight.T)
 
 
 def test_a_step_without_lora_has_one_order() -> None:

@@ -61,6 +61,8 @@ CASES = {
     "slices that are not adapted": case([2, 9], (16, 64, 2, 2, 4), out_features=(64, 72), missing=[(0, 1), (1, 0)]),
     "a third of four products": case([3, 12, 1], (32, 144, 1, 1, 6), 1, in_features=512, out_features=(328, 328)),
     "four warpgroups": case([20, 30], (64, 208, 1, 1, 5), ranks=[16], out_features=(328, 104)),
+    "many rows, blocks share K": case([100, 5], (128, 64, 2, 2, 3), 9, ranks=[16, 30], in_features=1000, bias=True),
+    "more rows of a large rank than a stage holds": case([70], (128, 64, 2, 1, 4), ranks=[64], out_features=(64, 64)),
     "a last block of few columns": case([4], (8, 48, 1, 2, 5), ranks=[8], out_features=(104,)),
     "sums of several splits": case([3], (8, 16, 1, 2, 5), ranks=[8], in_features=4096, out_features=(64, 64)),
     "splits that have nothing": case(
@@ -73,7 +75,7 @@ CASES = {
         f"{rows} rows, {height} columns": case(
             [rows // 2, 1, rows // 4], (rows, height, 1, 1, 3), 1, ranks=[16, 9], out_features=(height, 40)
         )
-        for rows, height in itertools.product((8, 16, 32, 64), (64, 128, 224))  # a kernel each
+        for rows, height in itertools.product((8, 16, 32, 64, 128), (64, 128, 224))  # a kernel each
     },
 }
 
@@ -184,13 +186,18 @@ BREAKS = {
     ),
     "sums are given before the ring has been read": (
         "linear.cuh",
-        "if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);  // the ring has been read",
+        "if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);  // the ring has been read",
         "",
     ),
     "sums are read before they are there": (
         "linear.cuh",
-        "  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);\n  int const columns",
+        "  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);\n  int const columns",
         "  int const columns",
+    ),
+    "sums are given into a ring that is read": (
+        "linear.cuh",
+        "  add_adapters<T, kRows, kParts>(ring, group, d);\n  if (in_ring) arrive_in_cluster(cluster, tile.splits);",
+        "  if (in_ring) arrive_in_cluster(cluster, tile.splits);\n  add_adapters<T, kRows, kParts>(ring, group, d);",
     ),
     "rows of the other block are taken": ("linear_adapters.cuh", "max(first_row, __ldg", "max(0, __ldg"),
     "rows leave no room for columns": (

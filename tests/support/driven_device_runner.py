@@ -104,7 +104,7 @@ class DrivenDeviceRunner(DrivenRunner):
         self.forward = ModelForward(loaded, self.attention, self.lora, self.vocabulary, compiled=compiled)
         self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler, self.vocabulary)
         if self.lora is not None:
-            self.lora.fused = graphs.fused
+            self.lora.fused_rows = graphs.fused_rows
         if graphs.decode:
             rows = graphs.largest.num_logits
             logits = torch.zeros(rows, loaded.vocab_size, dtype=loaded.dtype, device=device)

@@ -1,4 +1,4 @@
-// y = x W^T + bias + scale * (x A^T) B^T: a linear layer of at most 64 rows and all that adapters add to it in one kernel, for sm_90a.
+// y = x W^T + bias + scale * (x A^T) B^T: a linear layer of at most 128 rows and all that adapters add to it in one kernel, for sm_90a.
 //
 // A block streams `height` rows of W, its part of K, through a ring of stages in shared memory, and with each stage the step's x: W is the warpgroup
 // product's row operand, so that a step's few rows are its N. Meanwhile some warps compute low-rank rows of the step (linear_shrink.cuh). Behind W, B
@@ -16,14 +16,22 @@ namespace punica {
 
 constexpr int kSumsBarrier = 1;
 
-// Consumers: kGroups warpgroups, each with kParts products of 64 columns. Behind them a warp that brings W and x, one that brings adapters, and those
-// that shrink.
-template <int kGroups>
-constexpr int kConsumers = 128 * kGroups;
-template <int kGroups>
-constexpr int kShrinkers = kGroups > 2 ? 2 : 4;  // more have no registers
-template <int kGroups>
-constexpr int kLinearThreads = kConsumers<kGroups> + 64 + 32 * kShrinkers<kGroups>;
+// Who does what in a block: kGroups warpgroups consume, each with kParts products of 64 columns. Behind them a warp that brings W and x, one that brings
+// adapters, and those that shrink.
+template <int kRows_, int kGroups_, int kParts_>
+struct LinearShape {
+  static constexpr int kRows = kRows_;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kParts = kParts_;
+  static constexpr int kConsumers = 128 * kGroups;
+  static constexpr int kSums = kRows * kLinearTileRows * kGroups * kParts;  // 32 bits each, as registers
+  static constexpr int kShrinkers = kSums < 1 << 14 ? 4 : 2;                // more have no registers
+  static constexpr int kThreads = kConsumers + 64 + 32 * kShrinkers;
+  // Half of all registers are sums: consumers take some from the others, which are a warpgroup then.
+  static constexpr bool kTakesRegisters = kSums == 1 << 15;
+  static constexpr int kConsumerRegisters = 200;
+  static constexpr int kOtherRegisters = 104;
+};
 
 #ifdef PUNICA_HOPPER
 
@@ -37,6 +45,8 @@ struct LinearShared {
 // Sums of the warpgroup's columns over the block's part of K.
 template <typename T, int kRows, int kParts>
 __device__ inline void multiply_steps(LinearParams const& params, LinearRing& ring, int num_steps, int first_column, float (&d)[kParts][kRows / 2]) {
+  // A stage is given back when its products are done, though the tensor cores then wait for the next: with many rows they take long, and the ring is short.
+  constexpr bool kAtOnce = kRows > 64;
   LinearTile const& tile = params.tile;
   int const weight_box = tile.height * 2 * kLinearBox;
 #pragma unroll 1
@@ -53,14 +63,17 @@ __device__ inline void multiply_steps(LinearParams const& params, LinearRing& ri
         for (int part = 0; part < kParts; ++part) multiply_warpgroup<T>(d[part], w + part * (kLinearTileRows * 2 * kLinearBox / 16) + 2 * k, x + 2 * k);
     }
     commit_products();
-    if (step > 0) {
+    if constexpr (kAtOnce) {
+      await_products<0>();
+      ring.release();
+    } else if (step > 0) {
       await_products<1>();
       ring.release_last();
     }
     ring.advance();
   }
   await_products<0>();
-  if (num_steps > 0) ring.release_last();
+  if (!kAtOnce && num_steps > 0) ring.release_last();
 }
 
 // Brings W and x, and lets adapters follow. By one thread.
@@ -72,7 +85,7 @@ __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, i
   for (int step = first_step; step < first_step + num_steps; ++step) {
     uint32_t to = ring.await_empty();
     uint32_t const full = ring.full();
-    arrive_for(full, params.stage_bytes());
+    arrive_for(full, params.copied_bytes());
     int const column = step * tile.boxes * kLinearBox;
     for (int box = 0; box < tile.boxes; ++box, to += tile.height * 2 * kLinearBox)
       copy_box(to, params.weight, column + box * kLinearBox, first_column, full, Keep::kFirst);
@@ -135,9 +148,12 @@ __device__ inline void store_columns(LinearParams const& params, uint32_t sums, 
   }
 }
 
-template <typename T, int kRows, int kGroups, int kParts>
+template <typename T, typename Shape>
 __device__ inline void linear_block(LinearParams const& params) {
-  using Team = TeamOfBlock<kShrinkers<kGroups>, kLinearThreads<kGroups>>;
+  constexpr int kRows = Shape::kRows;
+  constexpr int kParts = Shape::kParts;
+  constexpr int kConsumers = Shape::kConsumers;
+  using Team = TeamOfBlock<Shape::kShrinkers, Shape::kThreads>;
   auto& shared = block_shared<LinearShared<Team>>();
   Cluster const cluster;
   LinearTile const& tile = params.tile;
@@ -146,12 +162,12 @@ __device__ inline void linear_block(LinearParams const& params) {
   int const first_column = static_cast<int>(blockIdx.x) / tile.splits * tile.height;
   int const first_step = params.num_steps * split / tile.splits;
   int const num_steps = params.num_steps * (split + 1) / tile.splits - first_step;
-  int const role = static_cast<int>(threadIdx.x) / 32 - kConsumers<kGroups> / 32;  // negative: consumer
+  int const role = static_cast<int>(threadIdx.x) / 32 - kConsumers / 32;  // negative: consumer
   if (role == 0) {
     int const lane = threadIdx.x % 32;
     if (lane < params.stages) {
       init_barrier(shared_address(&shared.stages.full[lane]), 1);
-      init_barrier(shared_address(&shared.stages.empty[lane]), kConsumers<kGroups> / 32);
+      init_barrier(shared_address(&shared.stages.empty[lane]), kConsumers / 32);
     }
     if (lane == 0) init_barrier(shared_address(&shared.stages.asked), 1);
     if (lane == 0) fetch_map(params.weight);
@@ -159,9 +175,11 @@ __device__ inline void linear_block(LinearParams const& params) {
     fence_barriers();
   }
   __syncthreads();
-  arrive_in_cluster(cluster, tile.splits);  // nobody writes into a block that has not begun
+  bool const in_ring = params.meets_in_ring();
+  if (!in_ring) arrive_in_cluster(cluster, tile.splits);  // nobody writes into a block that has not begun
   LinearRing ring(shared.stages, memory, params.stage_bytes(), params.stages);
   if (role >= 0) {
+    if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     if (role == 0) {
       if (threadIdx.x % 32 == 0) fill_ring<kRows>(params, ring, first_step, num_steps, first_column);
       __syncwarp();
@@ -171,56 +189,59 @@ __device__ inline void linear_block(LinearParams const& params) {
     } else {
       shrink_from_queue<T>(params.shrink, shared.shrink);
     }
+    if (in_ring) arrive_in_cluster(cluster, tile.splits);
     await_cluster(cluster, tile.splits);
     arrive_in_cluster(cluster, tile.splits);
     await_cluster(cluster, tile.splits);
     return;
   }
+  if constexpr (Shape::kTakesRegisters) take_registers<Shape::kConsumerRegisters>();
   int const own = static_cast<int>(threadIdx.x) / 128 * kParts * kLinearTileRows;  // of the warpgroup's columns, in the tile
   int const group = own + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
   float d[kParts][kRows / 2] = {};
   multiply_steps<T, kRows, kParts>(params, ring, num_steps, own, d);
   add_adapters<T, kRows, kParts>(ring, group, d);
+  if (in_ring) arrive_in_cluster(cluster, tile.splits);  // nor into a ring that is still read
   await_cluster(cluster, tile.splits);
-  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);  // the ring has been read
-  uint32_t const sums = memory + (tile.splits > 1 ? params.stages * params.stage_bytes() : 0);
+  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);  // the ring has been read
+  uint32_t const sums = memory + (in_ring ? 0 : params.ring_bytes());
 #pragma unroll
   for (int part = 0; part < kParts; ++part)
     if (group + part * kLinearTileRows < tile.height) give_sums<kRows>(params, sums, split, group + part * kLinearTileRows, d[part]);
   arrive_in_cluster(cluster, tile.splits);
   await_cluster(cluster, tile.splits);
-  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers<kGroups>);
+  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);
   int const columns = tile.height / tile.splits;
-  store_columns<T, kRows, kConsumers<kGroups>>(params, sums, first_column + split * columns, columns);
+  store_columns<T, kRows, kConsumers>(params, sums, first_column + split * columns, columns);
 }
 
 #endif
 
-template <typename T, int kRows, int kGroups, int kParts>
-__global__ void __launch_bounds__(kLinearThreads<kGroups>, 1) linear_kernel(const __grid_constant__ LinearParams params) {
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) linear_kernel(const __grid_constant__ LinearParams params) {
 #ifdef PUNICA_HOPPER
-  linear_block<T, kRows, kGroups, kParts>(params);
+  linear_block<T, Shape>(params);
 #else
   __trap();  // compiled for 90 instead of 90a: there would be no result
 #endif
 }
 
-template <typename T, int kRows, int kGroups, int kParts>
-cudaError_t launch_linear_tile(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
-  auto* const kernel = linear_kernel<T, kRows, kGroups, kParts>;
+template <typename T, typename Shape>
+cudaError_t launch_linear_shape(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
+  auto* const kernel = linear_kernel<T, Shape>;
   cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  return launch_clusters(kernel, params.shrink.scratch.num_blocks, kLinearThreads<kGroups>, params.tile.splits, shared_bytes, params, config);
+  return launch_clusters(kernel, params.shrink.scratch.num_blocks, Shape::kThreads, params.tile.splits, shared_bytes, params, config);
 }
 
 template <typename T, int kRows>
 cudaError_t launch_linear_rows(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
-  if (params.num_parts() == 1) return launch_linear_tile<T, kRows, 1, 1>(params, shared_bytes, config);
-  if (params.num_parts() == 2) return launch_linear_tile<T, kRows, 2, 1>(params, shared_bytes, config);
+  if (params.num_parts() == 1) return launch_linear_shape<T, LinearShape<kRows, 1, 1>>(params, shared_bytes, config);
+  if (params.num_parts() == 2) return launch_linear_shape<T, LinearShape<kRows, 2, 1>>(params, shared_bytes, config);
   if constexpr (kRows == 64) {
-    return launch_linear_tile<T, kRows, 4, 1>(params, shared_bytes, config);  // two parts have no registers
+    return launch_linear_shape<T, LinearShape<kRows, 4, 1>>(params, shared_bytes, config);  // two parts have no registers
   } else {
-    return launch_linear_tile<T, kRows, 2, 2>(params, shared_bytes, config);
+    return launch_linear_shape<T, LinearShape<kRows, 2, 2>>(params, shared_bytes, config);
   }
 }
 
@@ -231,6 +252,7 @@ cudaError_t launch_linear(LinearParams const& params, int shared_bytes, LaunchCo
     case 16: return launch_linear_rows<T, 16>(params, shared_bytes, config);
     case 32: return launch_linear_rows<T, 32>(params, shared_bytes, config);
     case 64: return launch_linear_rows<T, 64>(params, shared_bytes, config);
+    case 128: return launch_linear_rows<T, 128>(params, shared_bytes, config);
   }
   return cudaErrorInvalidValue;
 }

@@ -368,7 +368,8 @@ __device__ inline int add_rows(AdapterStage const& stage, LaneColumns16<kParts> 
 // Adds what has come into the ring to the sums of a warp's kParts times sixteen columns, the first from `group` on and the others 64 behind each other.
 template <typename T, int kRows, int kParts>
 __device__ inline void add_adapters(LinearRing& ring, int group, float (&d)[kParts][kRows / 2]) {
-  constexpr int kTiles = kRows >= 32 ? 4 / kParts : kRows / 8;
+  // Few copies of the code, as each is fetched from memory in its turn; as many sums at a time as there are registers for.
+  constexpr int kTiles = kRows == 128 ? 8 / kParts : kRows >= 32 ? 4 / kParts : kRows / 8;
 #pragma unroll 1
   while (true) {
     uint32_t const memory = ring.await_full();

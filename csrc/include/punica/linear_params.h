@@ -17,7 +17,7 @@ constexpr int kLinearTileRows = 64;  // output columns of a warpgroup's product
 
 // How the work is cut: a cluster of `splits` blocks has `height` output columns, and each block a part of K.
 struct LinearTile {
-  int rows;    // of the step that fit: 8, 16, 32 or 64
+  int rows;    // of the step that fit: 8, 16, 32, 64 or 128
   int height;  // a multiple of 16 splits
   int splits;  // 1, 2, 4 or 8
   int boxes;   // of K in a stage, 1 or 2
@@ -26,7 +26,7 @@ struct LinearTile {
 
 struct LinearParams {
   CUtensorMap weight;   // [O, I] in boxes of `height` rows
-  CUtensorMap x;        // [T, I] in boxes of `rows` rows
+  CUtensorMap x;        // [T, I] in boxes of box_rows() rows
   ShrinkParams shrink;
   void const* bias;     // [O] or nullptr
   void* y;              // [T, O]
@@ -45,9 +45,15 @@ struct LinearParams {
     return parts > 2 ? 4 : parts;
   }
   __host__ __device__ int stage_bytes() const { return tile.boxes * (tile.height + tile.rows) * 2 * kLinearBox; }
+  // Rows of x that come into a stage: products read more, and what they make of them is not stored.
+  __host__ __device__ int box_rows() const { return (num_rows + 7) / 8 * 8; }
+  __host__ __device__ int copied_bytes() const { return tile.boxes * (tile.height + box_rows()) * 2 * kLinearBox; }
+  __host__ __device__ int ring_bytes() const { return stages * stage_bytes(); }
   // Where the sums of a block's columns meet: [splits, rows, pitch] floats, without bank conflicts.
   __host__ __device__ int exchange_pitch() const { return tile.height / tile.splits + 4; }
   __host__ __device__ int exchange_bytes() const { return tile.splits * tile.rows * exchange_pitch() * 4; }
+  // Whether that is in the ring, when all blocks of the cluster have read theirs; else behind it, where sums may come as soon as a block has begun.
+  __host__ __device__ bool meets_in_ring() const { return tile.splits == 1 || tile.rows > 64; }
 };
 
 // Sets what follows from the tile: blocks, steps of K, and how many stages the ring has. Returns bytes of shared memory that a block asks for, 0 if the tile does not fit. max_rank: bound of every lora_rank.
@@ -59,14 +65,14 @@ inline int fit_tile(LinearParams& params, int max_rank) {
   // Warpgroups read whole tiles of 64 columns, of which the last ones may lie in what follows.
   int const behind = (params.num_parts() * kLinearTileRows - tile.height) * 2 * kLinearBox;
   int const sums = params.exchange_bytes();
-  int const beyond = std::max(tile.splits > 1 ? sums : 0, behind);
+  int const beyond = std::max(params.meets_in_ring() ? 0 : sums, behind);
   int const alignment = 1024;
   params.stages = std::min({tile.stages, kMaxLinearStages, (kLinearSharedBytes - alignment - beyond) / params.stage_bytes()});
   // Eight low-rank rows, and sixteen columns of B.
   int const least = max_rank * 2 * (8 * params.shrink.tables.slices + 16);
   if (params.stages < 2 || params.stage_bytes() < least) return 0;
-  if (tile.splits == 1 && sums > params.stages * params.stage_bytes()) return 0;
-  return alignment + params.stages * params.stage_bytes() + beyond;
+  if (params.meets_in_ring() && sums > params.ring_bytes()) return 0;
+  return alignment + params.ring_bytes() + beyond;
 }
 
 template <typename T>

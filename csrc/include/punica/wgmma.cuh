@@ -12,6 +12,7 @@ namespace punica {
 #define PUNICA_FLOATS_8(d, i) PUNICA_FLOATS_4(d, i), PUNICA_FLOATS_4(d, i + 4)
 #define PUNICA_FLOATS_16(d, i) PUNICA_FLOATS_8(d, i), PUNICA_FLOATS_8(d, i + 8)
 #define PUNICA_FLOATS_32(d, i) PUNICA_FLOATS_16(d, i), PUNICA_FLOATS_16(d, i + 16)
+#define PUNICA_FLOATS_64(d, i) PUNICA_FLOATS_32(d, i), PUNICA_FLOATS_32(d, i + 32)
 
 #define PUNICA_PRODUCT(rows, dtype, registers, floats, a_register, b_register) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" rows "k16.f32." dtype "." dtype " {" registers "}, " a_register ", " b_register ", 1, 1, 1, 0, 0;" \
@@ -41,6 +42,12 @@ PUNICA_PRODUCT_OF(32, 64,
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
     "%32", "%33")
+PUNICA_PRODUCT_OF(64, 128,
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+    "%64", "%65")
 #undef PUNICA_PRODUCT_OF
 #undef PUNICA_PRODUCT
 

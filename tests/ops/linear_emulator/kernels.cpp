@@ -38,7 +38,7 @@ int linear(int bf16, punica::LinearParams* params, punica::EmulatedMap const* we
   new (&params->weight) EmulatedMap(*weight);
   new (&params->x) EmulatedMap(*x);
   reinterpret_cast<EmulatedMap&>(params->weight).box_rows = params->tile.height;
-  reinterpret_cast<EmulatedMap&>(params->x).box_rows = params->tile.rows;
+  reinterpret_cast<EmulatedMap&>(params->x).box_rows = params->box_rows();
   int const shared_bytes = fit_tile(*params, max_rank);
   if (shared_bytes == 0) return 1;
   begin_in_front(*params);

@@ -111,6 +111,11 @@ inline uint32_t address_in_block(uint32_t address, int block) {
 }
 inline void store_in_cluster(uint32_t address, float value) { std::memcpy(emulator::at(address, 4), &value, 4); }
 
+template <int kRegisters>
+void give_registers() {}
+template <int kRegisters>
+void take_registers() {}
+
 inline void named_barrier(int number, int threads) { emulator::meet(emulator::own_block().named[number], threads); }
 
 template <typename Params>
