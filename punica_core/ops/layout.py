@@ -47,7 +47,7 @@ class Field(IntEnum):
     RANK_AND_SCALE = 4
 
 
-HEADER_WORDS: Final = 12
+HEADER_WORDS: Final = 16
 
 NUM_COUNTERS: Final = 4096
 """Words at the end of a plan that belong to the kernels: zero between them."""
@@ -59,7 +59,8 @@ class Header(IntEnum):
     A work item is four words. Shrink unit: row_start, row_count, slot, rank_start | rank_count << 16.
     Expand share: row_start, row_count, slot, share | shares << 16: a tile that moves more bytes a column has
     more shares of its columns. Blank, at most 64 rows that have no adapter, or one without lora_rank: row_start,
-    row_count, slot, 0. Offsets count words from the start of the plan.
+    row_count, slot, 0. Tile, at most 64 rows of one adapter, whatever the other lists cut them into: row_start,
+    row_count, slot, 0. Offsets count words from the start of the plan; words that are not named are zero.
     """
 
     NUM_SEGMENTS = 0
@@ -76,6 +77,8 @@ class Header(IntEnum):
     """The largest lora_rank of the step's adapters, rounded up to ROW_ALIGNMENT: elements between two slices of v."""
     NUM_BLANKS = 10
     BLANK_OFFSET = 11
+    NUM_TILES = 12
+    TILE_OFFSET = 13
 
 
 def scratch_elements(max_rows: int, slices: int, max_rank: int) -> int:

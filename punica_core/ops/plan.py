@@ -64,8 +64,9 @@ def capacity(max_rows: int, max_segments: int, max_rank: int) -> int:
     """Words that the plan of any step of so many rows and segments fits in."""
     tiles = min(max_rows, max_segments + max_rows // _SHORT_ROWS)
     chunks = -(-max_rank // SHRINK_CHUNK_SHORT)
-    items = tiles * ITEM_WORDS * (most_shares(max_rank) + chunks)
-    return HEADER_WORDS + 2 * max_segments + 2 * ITEM_WORDS + items + NUM_COUNTERS
+    whole = min(max_rows, max_segments + max_rows // _TALL_ROWS)
+    items = tiles * (most_shares(max_rank) + chunks) + whole
+    return HEADER_WORDS + 2 * max_segments + (2 + items) * ITEM_WORDS + NUM_COUNTERS
 
 
 def most_shares(max_rank: int) -> int:
@@ -124,6 +125,16 @@ def _write_items(out: Int32Array, tiles: _Runs, counts: Int32Array, step: Int32A
     out[:, 3] = index * step[owner] + (high << 16)[owner]
 
 
+def _write_tiles(array: Int32Array, offset: int, runs: _Runs) -> int:
+    """Fill the items at ``offset`` with runs cut into tiles as high as can be; returns how many."""
+    if not len(runs.starts):
+        return 0
+    tiles = runs.cut(np.full_like(runs.lengths, _TALL_ROWS))
+    ones, zeros = np.ones_like(tiles.starts), np.zeros_like(tiles.starts)
+    _write_items(_items(array, offset, len(tiles.starts)), tiles, ones, zeros, zeros)
+    return len(tiles.starts)
+
+
 def _reference_plan(plan: Tensor, seg_indptr: Tensor, seg_slot: Tensor, slot_rank: Tensor, max_rank: int) -> int:
     return _write_plan(plan.numpy(), seg_indptr.numpy(), seg_slot.numpy(), slot_rank.numpy(), max_rank)
 
@@ -162,12 +173,9 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
         _write_items(items[num_shares:], tiles, chunks, chunk, chunk)
     shrink_offset = expand_offset + num_shares * ITEM_WORDS
     blank_offset = shrink_offset + num_units * ITEM_WORDS
-    num_blanks = 0
-    if len(blank.starts):
-        blank = blank.cut(np.full_like(blank.lengths, _TALL_ROWS))
-        num_blanks = len(blank.starts)
-        ones, zeros = np.ones_like(blank.starts), np.zeros_like(blank.starts)
-        _write_items(_items(array, blank_offset, num_blanks), blank, ones, zeros, zeros)
+    num_blanks = _write_tiles(array, blank_offset, blank)
+    tile_offset = blank_offset + num_blanks * ITEM_WORDS
+    num_tiles = _write_tiles(array, tile_offset, runs)
     array[HEADER_WORDS:slot_offset] = indptr
     array[slot_offset : slot_offset + len(slots)] = slots
     array[slot_offset + len(slots) : expand_offset] = 0
@@ -176,8 +184,9 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
         *(len(slots), rows, HEADER_WORDS, slot_offset),
         *(num_units, shrink_offset, num_shares, expand_offset),
         *(least_shares, row_pitch(largest), num_blanks, blank_offset),
+        *(num_tiles, tile_offset, 0, 0),
     )
-    return blank_offset + num_blanks * ITEM_WORDS
+    return tile_offset + num_tiles * ITEM_WORDS
 
 
 def _register() -> None:

@@ -19,7 +19,7 @@ def items(plan: SegmentPlan, count: Header, offset: Header) -> np.ndarray:
 def room(plan: SegmentPlan) -> int:
     """Words between a plan and its counters."""
     words = plan.plan.numpy()
-    used = words[Header.BLANK_OFFSET] + ITEM_WORDS * words[Header.NUM_BLANKS]
+    used = words[Header.TILE_OFFSET] + ITEM_WORDS * words[Header.NUM_TILES]
     return len(words) - NUM_COUNTERS - int(used)
 
 
@@ -41,6 +41,12 @@ def test_every_adapted_row_and_rank_is_covered_exactly_once(runs: list[tuple[int
         assert 0 < count <= 64
         assert (row_slot[start : start + count] == slot).all()
         expanded[start : start + count] += 1 / shares
+    tiled = np.zeros(len(row_slot), int)
+    for start, count, slot, _ in items(plan, Header.NUM_TILES, Header.TILE_OFFSET):
+        assert 0 < count <= 64
+        assert (row_slot[start : start + count] == slot).all()
+        tiled[start : start + count] += 1
+    assert (tiled == [slot >= 0 and SLOT_RANK[slot] > 0 for slot in row_slot]).all()
     shrunk = np.zeros((len(row_slot), 256), int)
     for start, count, slot, ranks in items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET):
         assert 0 < count <= 64
@@ -58,6 +64,15 @@ def test_short_segments_get_short_rank_chunks_and_tall_ones_tall() -> None:
     plan.set_segments(np.asarray([0, 8, 41], np.int32), np.asarray([3, 3], np.int32), SLOT_RANK)
     units = items(plan, Header.NUM_SHRINK_UNITS, Header.SHRINK_OFFSET)
     assert [(int(n), int(w >> 16)) for _, n, _, w in units] == [(8, 16)] * 4 + [(16, 32), (16, 32)] * 2 + [(1, 32)] * 2
+
+
+@pytest.mark.parametrize("padding", [0, 300])
+def test_tiles_are_as_high_as_can_be_in_steps_of_any_number_of_rows(padding: int) -> None:
+    plan = SegmentPlan(500, max_rank=64)
+    slots = np.repeat(np.asarray([0, 3, 5, -1], np.int32), [130, 8, 33, padding])
+    plan.set_rows(slots, SLOT_RANK)
+    tiles = items(plan, Header.NUM_TILES, Header.TILE_OFFSET)
+    assert tiles.tolist() == [[0, 64, 0, 0], [64, 64, 0, 0], [128, 2, 0, 0], [130, 8, 3, 0], [138, 33, 5, 0]]
 
 
 @pytest.mark.parametrize(

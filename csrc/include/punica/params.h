@@ -43,9 +43,11 @@ enum PlanHeader : int {
   kRankPitch = 9,    // elements between two slices of what shrink leaves
   kNumBlanks = 10,   // tiles of rows without lora_rank
   kBlankOffset = 11,
+  kNumTiles = 12,  // of adapted rows, as high as can be
+  kTileOffset = 13,
 };
 
-constexpr int kHeaderWords = 12;
+constexpr int kHeaderWords = 16;
 
 // The last words of a plan are counters, zero between kernels: of the splits that are done of a shrink unit in one slice.
 constexpr int kNumCounters = 4096;

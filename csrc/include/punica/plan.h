@@ -42,14 +42,20 @@ inline int shares_of(int rank, int rows) {
   return ceil_div((rank + 7) / 8 * 16 + std::min(rows, kMiddleRows) * 4, kShareBytes);
 }
 
-// Calls visit(segment, row_start, rows, height, lora_rank) for every tile of the segments that are adapted, or not, in order.
+enum class Tiles {
+  kCut,    // of adapted segments, cut for the number of rows
+  kWhole,  // of adapted segments, as high as can be
+  kBlank,  // of the others
+};
+
+// Calls visit(segment, row_start, rows, height, lora_rank) for every such tile in order.
 template <typename Visit>
-void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, bool adapted, Visit visit) {
+void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, Tiles tiles, Visit visit) {
   for (int s = 0; s < num_segments; ++s) {
     int const rows = indptr[s + 1] - indptr[s];
     int const rank = slots[s] >= 0 ? slot_rank[slots[s]] : 0;
-    if (rank > 0 != adapted) continue;
-    int const height = adapted ? tile_height(rows, indptr[num_segments]) : kMaxTileRows;
+    if (rank > 0 == (tiles == Tiles::kBlank)) continue;
+    int const height = tiles == Tiles::kCut ? tile_height(rows, indptr[num_segments]) : kMaxTileRows;
     for (int row = 0; row < rows; row += height) visit(s, indptr[s] + row, std::min(height, rows - row), height, rank);
   }
 }
@@ -74,24 +80,28 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   int64_t num_shares = 0;
   int64_t num_units = 0;
   int64_t num_blanks = 0;
+  int64_t num_tiles = 0;
   int least_shares = 0;
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, true, [&](int, int, int rows, int height, int rank) {
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, [&](int, int, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
     least_shares = num_shares == 0 ? shares : std::min(least_shares, shares);
     num_shares += shares;
     num_units += detail::ceil_div(rank, detail::chunk_of(height));
   });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, false, [&](int, int, int, int, int) { ++num_blanks; });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank, [&](int, int, int, int, int) { ++num_blanks; });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole, [&](int, int, int, int, int) { ++num_tiles; });
   int const slot_offset = kHeaderWords + num_segments + 1;
   int64_t const expand_offset = (slot_offset + num_segments + kItemWords - 1) / kItemWords * kItemWords;
   int64_t const shrink_offset = expand_offset + num_shares * kItemWords;
   int64_t const blank_offset = shrink_offset + num_units * kItemWords;
-  int64_t const used = blank_offset + num_blanks * kItemWords;
+  int64_t const tile_offset = blank_offset + num_blanks * kItemWords;
+  int64_t const used = tile_offset + num_tiles * kItemWords;
   if (used > capacity) return {PlanError::kCapacity, capacity};
   for (int64_t i = slot_offset + num_segments; i < expand_offset; ++i) plan[i] = 0;
   int32_t* share = plan + expand_offset;
   int32_t* unit = plan + shrink_offset;
   int32_t* blank = plan + blank_offset;
+  int32_t* tile = plan + tile_offset;
   auto const put = [&](int32_t*& item, int s, int start, int rows, int32_t word) {
     item[0] = start;
     item[1] = rows;
@@ -99,14 +109,16 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
     item[3] = word;
     item += kItemWords;
   };
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, true, [&](int s, int start, int rows, int height, int rank) {
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, [&](int s, int start, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
     for (int i = 0; i < shares; ++i) put(share, s, start, rows, i | shares << 16);
     int const chunk = detail::chunk_of(height);
     for (int first = 0; first < rank; first += chunk) put(unit, s, start, rows, first | chunk << 16);
   });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, false,
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank,
                         [&](int s, int start, int rows, int, int) { put(blank, s, start, rows, 0); });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole,
+                        [&](int s, int start, int rows, int, int) { put(tile, s, start, rows, 0); });
   std::fill_n(plan, kHeaderWords, 0);
   plan[kNumSegments] = num_segments;
   plan[kNumRows] = indptr[num_segments];
@@ -120,6 +132,8 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
   plan[kRankPitch] = (largest + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
   plan[kNumBlanks] = static_cast<int32_t>(num_blanks);
   plan[kBlankOffset] = static_cast<int32_t>(blank_offset);
+  plan[kNumTiles] = static_cast<int32_t>(num_tiles);
+  plan[kTileOffset] = static_cast<int32_t>(tile_offset);
   return {PlanError::kNone, used};
 }
 
