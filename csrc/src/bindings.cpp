@@ -11,6 +11,8 @@
 
 #include "beside.h"
 #include "bindings.h"
+#include "maps.h"
+#include "punica/prompt_params.h"
 #include "tables.h"
 
 namespace {
@@ -46,6 +48,11 @@ void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, in
   params.x_stride = x.stride(0);
   params.in_features = to_int(x.size(1));
   params.beside = beside && config.dependent_launch;
+  if (punica::takes_prompt(params, config)) {
+    punica::PromptParams const prompt{punica::make_map(x, punica::kPromptColumns, punica::kPromptBoxRows), params};
+    dispatch(arena, "lora_shrink", punica::launch_prompt<__nv_bfloat16>, punica::launch_prompt<__half>, prompt, config);
+    return;
+  }
   dispatch(arena, "lora_shrink", punica::launch_shrink<__nv_bfloat16>, punica::launch_shrink<__half>, params, config);
   if (params.beside) check_cuda(punica::beside().release(config.stream), "lora_shrink");
 }

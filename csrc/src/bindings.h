@@ -33,9 +33,11 @@ inline LaunchConfig launch_config(torch::stable::Tensor const& on_device) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0, "cannot get the current CUDA stream");
   int num_sms = 0;
   int major = 0;
+  int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
-  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream)};
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "device");
+  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream), major == 9 && minor == 0};
 }
 
 }  // namespace punica

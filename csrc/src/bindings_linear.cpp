@@ -1,6 +1,5 @@
 // The binding of lora_linear_tile: lora_linear of punica_core/ops/__init__.py, cut as punica_core/ops/linear.py says.
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "maps.h"
 #include "punica/linear_params.h"
 #include "tables.h"
 
@@ -18,35 +18,6 @@ using punica::check_cuda;
 using punica::to_int;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// The driver's, without linking to it.
-decltype(&cuTensorMapEncodeTiled) encoder() {
-  static auto const found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    cudaError_t const error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-#else
-    cudaError_t const error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? function : nullptr;
-  }();
-  STD_TORCH_CHECK(found != nullptr, "the CUDA driver has no cuTensorMapEncodeTiled");
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-}
-
-CUtensorMap make_map(Tensor const& matrix, int box_rows) {
-  CUtensorMap map{};
-  auto const dtype = matrix.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  cuuint64_t const sizes[] = {static_cast<cuuint64_t>(matrix.size(1)), static_cast<cuuint64_t>(matrix.size(0))};
-  cuuint64_t const strides[] = {static_cast<cuuint64_t>(matrix.stride(0)) * 2};
-  cuuint32_t const box[] = {punica::kLinearBox, static_cast<cuuint32_t>(box_rows)};
-  cuuint32_t const steps[] = {1, 1};
-  CUresult const result = encoder()(&map, dtype, 2, matrix.data_ptr(), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", static_cast<int>(result));
-  return map;
-}
 
 void check_matrix(char const* name, Tensor const& matrix, ScalarType dtype) {
   STD_TORCH_CHECK(matrix.dim() == 2 && matrix.stride(1) == 1 && matrix.size(1) % 8 == 0 && matrix.stride(0) % 8 == 0 &&
@@ -78,8 +49,8 @@ void lora_linear_tile(Tensor y, Tensor v, Tensor x, Tensor weight, std::optional
   STD_TORCH_CHECK(x.size(0) >= 1 && x.size(0) <= params.tile.rows, "a tile of ", params.tile.rows, " rows for ", x.size(0));
   params.num_rows = to_int(x.size(0));
   params.out_features = to_int(y.size(1));
-  params.weight = make_map(weight, params.tile.height);
-  params.x = make_map(x, params.box_rows());
+  params.weight = punica::make_map(weight, punica::kLinearBox, params.tile.height);
+  params.x = punica::make_map(x, punica::kLinearBox, params.box_rows());
   params.y = y.data_ptr();
   params.y_stride = y.stride(0);
   if (bias) {

@@ -14,16 +14,16 @@ NUM_ROWS = 40
 RANKS = (16, 1, 33, 64, 8)
 
 
-def captured(batch: LoraBatch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(batch: LoraBatch, *, summed: bool = False) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     out = batch.y.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        batch.apply(y=out)
+        batch.apply(y=out, summed=summed)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch.apply(y=out)
+        batch.apply(y=out, summed=summed)
     return graph, out
 
 
@@ -32,12 +32,12 @@ def batch_of(dtype: torch.dtype = torch.bfloat16) -> LoraBatch:
     return make_batch(slots, ranks=RANKS, in_features=1024, out_features=(264, 64), dtype=dtype, device="cuda")
 
 
-def draw_rows(generator: np.random.Generator) -> np.ndarray:
+def draw_rows(generator: np.random.Generator, num_rows: int = NUM_ROWS) -> np.ndarray:
     """Any mix: how many adapters, how skewed, and where rows without adapter stand are random."""
     num_adapters = int(generator.integers(1, NUM_ROWS + 1))
     weights = generator.random(num_adapters) ** generator.uniform(0.5, 8)
-    rows = generator.choice(num_adapters, NUM_ROWS, p=weights / weights.sum())
-    rows[generator.random(NUM_ROWS) < generator.choice([0.0, 0.1, 0.9])] = -1
+    rows = generator.choice(num_adapters, num_rows, p=weights / weights.sum())
+    rows[generator.random(num_rows) < generator.choice([0.0, 0.1, 0.9])] = -1
     return np.sort(rows).astype(np.int32)
 
 
@@ -53,6 +53,27 @@ def test_one_graph_replays_any_mix_with_the_bits_of_eager() -> None:
         graph.replay()
         assert torch.equal(out, want)
     assert_as_exact_as_torch(out, batch.expected(), batch.expected(out.dtype))
+
+
+def test_one_graph_of_prompts_replays_any_mix_with_the_bits_of_eager() -> None:
+    num_rows = 700
+    slots = (np.arange(num_rows) * NUM_ROWS // num_rows).tolist()
+    batch = make_batch(
+        slots, ranks=RANKS, in_features=1032, out_features=(264, 64), dtype=torch.bfloat16, device="cuda", num_splits=2
+    )
+    graph, out = captured(batch, summed=True)
+    generator = np.random.default_rng(2)
+    for _ in range(50):
+        step_rows = int(generator.integers(1, num_rows + 1))
+        drawn = draw_rows(generator, step_rows)
+        batch.plan.set_rows(drawn, batch.tables.slot_rank)
+        batch.row_slots = np.concatenate([drawn, np.full(num_rows - step_rows, -1, np.int32)])
+        want = batch.apply(summed=True)
+        batch.v.view(torch.int32).fill_(-1)
+        out.copy_(batch.y)
+        graph.replay()
+        assert torch.equal(out, want)
+        assert_as_exact_as_torch(out, batch.expected(), batch.expected(out.dtype))
 
 
 def test_rows_beyond_the_step_keep_their_bits_under_a_padded_graph() -> None:

@@ -67,6 +67,52 @@ def test_prompts_of_many_rows(dtype, counts) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "ranks", "in_features", "slices"),
+    [
+        ([1024], (16,), 4096, 3),
+        ([700, 3, 321], (64,), 4096, 3),
+        ([300, 300], (16, 64), 14336, 1),
+        ([100, 64, 1, 300, 8, 17, 40, 30, 65, 128], MIXED_RANKS, 2056, 2),
+        ([257], (256, 130), 1032, 4),
+        ([1] * 200 + [100], (8, 16, 3), 176, 2),
+        ([5000], (16,), 72, 1),
+    ],
+    ids=str,
+)
+def test_prompts_of_any_rank_and_width(dtype, counts, ranks, in_features, slices) -> None:
+    batch = make_batch(
+        rows_of(counts, base_rows=5),
+        ranks=ranks,
+        in_features=in_features,
+        out_features=(264, 72, 8, 40)[:slices],
+        dtype=dtype,
+        device="cuda",
+        missing=[(1, 0)],
+        num_splits=2,
+    )
+    check(batch)
+    once = batch.apply(summed=True)
+    batch.v.view(torch.int32).fill_(-1)
+    assert torch.equal(batch.apply(summed=True), once)
+
+
+@pytest.mark.gpu
+def test_prompts_whose_rows_are_not_aligned_give_the_same() -> None:
+    batch = make_batch(rows_of([600]), ranks=[16], in_features=520, dtype=torch.bfloat16, device="cuda")
+    want = batch.apply(summed=True)
+    storage = torch.zeros(600, 536, dtype=torch.bfloat16, device="cuda")
+    exact, same = batch.expected(), batch.expected(torch.bfloat16)
+    for first in (8, 4):  # what the copy engine takes, and what it does not
+        x = storage[:, first : first + 520]
+        x.copy_(batch.x)
+        got = batch.apply(x=x, summed=True)
+        assert_as_exact_as_torch(got, exact, same)
+        assert torch.equal(got, want) == (first == 8)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[129], [200, 40], [1, 255]], ids=str)
 @pytest.mark.parametrize("lora_rank", [16, 40, 130])
 def test_long_segments_in_a_step_of_few_rows(counts, lora_rank) -> None:

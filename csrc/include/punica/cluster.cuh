@@ -21,6 +21,8 @@ struct Cluster {
   // Between the two lies what needs no other block. Writes before arrive() are seen after wait(), in the whole cluster.
   __device__ void arrive() const { cooperative_groups::this_cluster().barrier_arrive(); }
   __device__ void wait() const { cooperative_groups::this_cluster().barrier_wait(); }
+  // As arrive(), but of what was written only barriers of the copy engine are seen, which were fenced.
+  __device__ void arrive_begun() const { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
   // Where `local`, a variable in shared memory, lies in another block.
   template <typename V>

@@ -90,7 +90,7 @@ __device__ inline void pause() { __nanosleep(40); }
 __device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // How long the L2 cache should keep what is copied.
-enum class Keep : uint64_t { kFirst = 0x12f0000000000000, kLast = 0x14f0000000000000 };
+enum class Keep : uint64_t { kNormal = 0x1000000000000000, kFirst = 0x12f0000000000000, kLast = 0x14f0000000000000 };
 
 // A box of a matrix [rows, columns], from (row, column) on; zeros where it ends.
 __device__ inline void copy_box(uint32_t to, CUtensorMap const& map, int column, int row, uint32_t barrier, Keep keep) {
@@ -105,6 +105,19 @@ __device__ inline void copy_bulk(uint32_t to, void const* from, int bytes, uint3
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// Sixteen bytes, zeros if not `wanted`, copied by the thread itself while it goes on.
+__device__ inline void copy16(uint32_t to, void const* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+
+// The thread arrives when all that it has asked for by copy16 is there.
+__device__ inline void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// What threads have put into shared memory is seen by products.
+__device__ inline void fence_products_from_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void fetch_map(CUtensorMap const& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
@@ -142,6 +155,13 @@ __device__ inline void give_registers() {
 template <int kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The bytes count at a barrier that lies in the same block as `address`.
+__device__ inline void send16(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w), "r"(barrier)
+               : "memory");
 }
 
 // Of `threads` of the block, which all come here.

@@ -83,6 +83,7 @@ struct LaunchConfig {
   int num_sms;
   bool dependent_launch;  // programmatic dependent launch: sm_90 and newer
   cudaStream_t stream;
+  bool hopper = false;  // compute capability 9.0: kernels for sm_90a run
 };
 
 struct ShrinkParams {

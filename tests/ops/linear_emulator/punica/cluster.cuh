@@ -7,6 +7,7 @@ namespace punica {
 
 struct Cluster {
   void arrive() const { emulator::self->cluster_phase = emulator::arrive(barrier(), emulator::grid->cluster_blocks * emulator::grid->threads); }
+  void arrive_begun() const { arrive(); }
   void wait() const { emulator::wait(barrier(), emulator::self->cluster_phase); }
 
  private:

@@ -60,7 +60,7 @@ inline void pause() {
   emulator::yield(nullptr);
 }
 
-enum class Keep { kFirst, kLast };
+enum class Keep { kNormal, kFirst, kLast };
 
 inline void ask(uint32_t barrier, int bytes, std::function<void()> move) {
   barrier_at(barrier);
@@ -90,6 +90,20 @@ inline void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier
   ask(barrier, bytes, [=] { std::memcpy(begin, from, bytes); });
 }
 
+inline void copy16(uint32_t to, void const* from, bool wanted) {
+  char* const begin = emulator::at(to, 16);
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a copy that does not begin on 16 bytes");
+  emulator::self->copies.push_back([=] { wanted ? std::memcpy(begin, from, 16) : std::memset(begin, 0, 16); });
+}
+inline void arrive_when_copied(uint32_t barrier) {
+  auto& state = barrier_at(barrier);
+  ask(barrier, 0, [&state, copies = std::exchange(emulator::self->copies, {})] {
+    for (auto const& copy : copies) copy();
+    ++state.arrived;
+  });
+}
+inline void fence_products_from_shared() {}
+
 inline void fetch_map(CUtensorMap const&) {}
 
 inline uint64_t operand_at(uint32_t address) { return address >> 4; }
@@ -115,6 +129,16 @@ template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
 void take_registers() {}
+
+inline void send16(uint32_t address, float4 value, uint32_t barrier) {
+  char* const begin = emulator::at(address, 16);
+  emulator::at(barrier, 8);
+  if (address >> emulator::kBlockShift != barrier >> emulator::kBlockShift) emulator::fail("a barrier of another block than the bytes'");
+  int const block = emulator::block_of(address);
+  uint32_t const local = barrier & ((1u << emulator::kBlockShift) - 1);
+  if (!emulator::grid->blocks[block].copies.contains(local)) emulator::fail("a barrier is used before it is made");
+  emulator::grid->copies.push_back({block, local, 16, [=] { std::memcpy(begin, &value, 16); }});
+}
 
 inline void named_barrier(int number, int threads) { emulator::meet(emulator::own_block().named[number], threads); }
 

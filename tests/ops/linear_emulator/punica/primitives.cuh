@@ -1,4 +1,4 @@
-// Stands in for csrc/include/punica/primitives.cuh: runs the kernel of linear.cuh on a CPU. The threads of all blocks of a grid are fibers of one thread, which
+// Stands in for csrc/include/punica/primitives.cuh: runs the kernels of linear.cuh and prompt_shrink.cuh on a CPU. The threads of all blocks of a grid are fibers of one thread, which
 // go on in an order that changes at random each time they have all been asked, and some warps stand still for a while. Blocks have shared memory of their own, filled with
 // NaN; what the copy engine is asked for comes at any time until somebody waits for it in vain. The kernel in front ends at some time, too. Every address of shared
 // memory is checked. No memory model.
@@ -84,6 +84,7 @@ struct Fiber {
   EmulatedIndex block;
   uint64_t cluster_phase = 0;
   std::vector<std::vector<Product>> products{1};  // groups, the last of them open
+  std::vector<std::function<void()>> copies;      // that no barrier counts yet
   std::function<bool()> ready;                    // empty: it can go on
   bool polls = false;  // it asks again and again for what others do
   bool done = false;
@@ -145,10 +146,16 @@ auto with_warp(std::array<uint32_t, 6> const& words, Use use) {
   return result;
 }
 
-// Where an address of shared memory, of this block or of the cluster, is.
+// Whose shared memory an address, of this block or of the cluster, is in.
+inline int block_of(uint32_t address) {
+  int const own = self->block.x;
+  uint32_t const other = address >> kBlockShift;
+  return other == 0 ? own : own / grid->cluster_blocks * grid->cluster_blocks + static_cast<int>(other) - 1;
+}
+
+// Where it is.
 inline char* at(uint32_t address, int bytes) {
-  int block = self->block.x;
-  if (uint32_t const other = address >> kBlockShift; other != 0) block = block / grid->cluster_blocks * grid->cluster_blocks + static_cast<int>(other) - 1;
+  int const block = block_of(address);
   uint32_t const offset = address & ((1u << kBlockShift) - 1);
   auto& shared = grid->blocks[block].shared;
   if (offset + bytes > shared.size() || offset % std::min(bytes, 16) != 0) fail("an address of shared memory is not the block's, or not aligned");
@@ -233,10 +240,9 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
     }
     self = nullptr;
     std::erase_if(live, [](Fiber const* fiber) { return fiber->done; });
-    if (!state.copies.empty() && (!moved || random() % 4 == 0)) {
-      finish(random() % state.copies.size());
-      moved = true;
-    }
+    if (!moved || random() % 4 == 0)
+      for (size_t left = state.copies.empty() ? 0 : 1 + random() % state.copies.size(); left > 0; --left, moved = true)
+        finish(random() % state.copies.size());
     if (round == last_in_front) {
       end_in_front();
       state.in_front_ended = true;

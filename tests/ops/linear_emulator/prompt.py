@@ -1,0 +1,50 @@
+"""``lora_shrink`` of prompts on a CPU: what the binding does, for tensors that lie there."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from punica_core.ops.layout import NUM_COUNTERS
+from tests.ops.emulator import _Scratch, _ShrinkParams, _tables
+from tests.ops.linear_emulator import _MAP_WORDS, KernelFailed, _Map
+from tests.support.lora_batch import LoraBatch
+
+PROMPT_KERNELS = Path(__file__).with_name("prompt.cpp")
+_CLUSTER_BLOCKS = 8
+
+
+class _PromptParams(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_uint64 * _MAP_WORDS),
+        ("shrink", _ShrinkParams),
+        ("padding", ctypes.c_int * 16),
+    )
+
+
+def emulated_prompt_shrink(library: Path, batch: LoraBatch, *, num_clusters: int = 2, seed: int = 0) -> None:
+    """As ``ops.lora_shrink(batch.v, batch.x, …, summed=True)``.
+
+    Raises:
+        ValueError: the kernel does not take such a step.
+        KernelFailed: a thread did what it must not, or they wait for each other for ever.
+    """
+    kernels = ctypes.CDLL(str(library))
+    kernels.prompt_failure.restype = ctypes.c_char_p
+    rows, plan = len(batch.x), batch.plan.plan
+    parts = batch.v[rows * len(batch.out_features) * batch.max_rank // 2 :]
+    counters = plan[len(plan) - NUM_COUNTERS :]
+    num_blocks = num_clusters * _CLUSTER_BLOCKS
+    scratch = _Scratch(batch.v.data_ptr(), parts.data_ptr(), counters.data_ptr(), rows, 1, num_blocks, True)
+    # The parameters begin on 64 bytes.
+    memory = ctypes.create_string_buffer(ctypes.sizeof(_PromptParams) + 64)
+    params = _PromptParams.from_buffer(memory, -ctypes.addressof(memory) % 64)
+    params.shrink = _ShrinkParams(_tables(batch), scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
+    is_bf16 = int(batch.x.dtype == torch.bfloat16)
+    outcome = kernels.prompt(is_bf16, ctypes.byref(params), ctypes.byref(_Map.of(batch.x)), ctypes.c_uint(seed))
+    if outcome == 1:
+        raise ValueError("the kernel does not take it")
+    if outcome:
+        raise KernelFailed(kernels.prompt_failure().decode())
