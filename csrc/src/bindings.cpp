@@ -37,6 +37,20 @@ void dispatch(Tensor const& arena, char const* what, cudaError_t (*bf16)(Params 
   check_cuda((arena.scalar_type() == ScalarType::BFloat16 ? bf16 : fp16)(params, config), what);
 }
 
+punica::PromptParams make_prompt(punica::ShrinkParams const& shrink, Tensor const& x, Tensor const& arena) {
+  punica::ArenaMatrix const matrix(arena.numel(), shrink.in_features);
+  auto const row_bytes = static_cast<cuuint64_t>(shrink.in_features) * 2;
+  cuuint64_t const start_bytes = punica::kStartElements * 2;
+  cuuint64_t const sizes[] = {punica::kPromptColumns, static_cast<cuuint64_t>(matrix.rows), row_bytes / start_bytes};
+  cuuint64_t const strides[] = {row_bytes, start_bytes};
+  cuuint32_t const box[] = {punica::kPromptColumns, punica::kPromptBoxRows, 1};
+  cuuint32_t const tall_box[] = {punica::kPromptColumns, punica::kMaxTileRows, 1};
+  auto* const begin = static_cast<char*>(arena.data_ptr()) - matrix.shift * 2;
+  auto const x_map = [&](int rows) { return punica::make_map(x, punica::kPromptColumns, rows); };
+  auto const a_map = [&](auto const& box) { return punica::encode_map<3>(arena.scalar_type(), begin, sizes, strides, box); };
+  return {x_map(punica::kPromptBoxRows), x_map(punica::kMaxTileRows), a_map(box), a_map(tall_box), shrink, matrix.shift};
+}
+
 void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, int64_t max_rank, bool summed, bool beside) {
   torch::stable::accelerator::DeviceGuard const guard(x.get_device_index());
   check_rows("x", x, arena);
@@ -49,7 +63,7 @@ void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, in
   params.in_features = to_int(x.size(1));
   params.beside = beside && config.dependent_launch;
   if (punica::takes_prompt(params, config)) {
-    punica::PromptParams const prompt{punica::make_map(x, punica::kPromptColumns, punica::kPromptBoxRows), params};
+    auto const prompt = make_prompt(params, x, arena);
     dispatch(arena, "lora_shrink", punica::launch_prompt<__nv_bfloat16>, punica::launch_prompt<__half>, prompt, config);
     return;
   }

@@ -59,7 +59,7 @@ def test_one_graph_of_prompts_replays_any_mix_with_the_bits_of_eager() -> None:
     num_rows = 700
     slots = (np.arange(num_rows) * NUM_ROWS // num_rows).tolist()
     batch = make_batch(
-        slots, ranks=RANKS, in_features=1032, out_features=(264, 64), dtype=torch.bfloat16, device="cuda", num_splits=2
+        slots, ranks=RANKS, in_features=1088, out_features=(264, 64), dtype=torch.bfloat16, device="cuda", num_splits=2
     )
     graph, out = captured(batch, summed=True)
     generator = np.random.default_rng(2)

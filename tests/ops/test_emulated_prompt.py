@@ -15,7 +15,7 @@ from torch import Tensor
 from punica_core.ops.build import source_directory
 from punica_core.ops.layout import Header, row_pitch
 from tests.ops.linear_emulator import KernelFailed
-from tests.ops.linear_emulator.prompt import PROMPT_KERNELS, emulated_prompt_shrink
+from tests.ops.linear_emulator.prompt import LARGE_CLUSTER, PROMPT_KERNELS, SMALL_CLUSTER, emulated_prompt_shrink
 from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
 from tests.support.numerics import assert_as_exact_as_torch
@@ -36,6 +36,7 @@ class Case:
     slices: int = 1
     base: int = 0
     clusters: int = 2
+    blocks: int = LARGE_CLUSTER
     options: dict[str, Any] = field(default_factory=dict)
 
     def batch(self) -> LoraBatch:
@@ -53,23 +54,25 @@ CASES = {
     "one adapter": Case([270], (16,), 512),
     "as q, k and v": Case([257], (16,), 4096, 3, clusters=1),
     "as down": Case([40, 217], (16,), 14336, clusters=1),
-    "all ranks": Case([3, 1, 64, 30, 40, 65, 8, 20, 17, 20], MIXED_RANKS, 176, 2, base=5),
-    "more ranks than a pass": Case([260], (256,), 72, 3),
-    "no multiple of a pass": Case([190, 70], (64, 72), 264, 4),
-    "two products": Case([100, 160], (48, 40), 1032, 2),
-    "single rows": Case([1] * 20 + [250], (8, 16, 3), 2056, 3),
+    "all ranks": Case([3, 1, 64, 30, 40, 65, 8, 20, 17, 20], MIXED_RANKS, 192, 2, base=5),
+    "more ranks than a pass": Case([260], (256,), 64, 3),
+    "no multiple of a pass": Case([190, 70], (64, 72), 320, 4),
+    "two products": Case([100, 160], (48, 40), 1088, 2),
+    "single rows": Case([1] * 20 + [250], (8, 16, 3), 1984, 3),
     "slices that are not adapted": Case(
-        [100, 90, 70], (16, 40, 8), 136, 3, options={"missing": [(0, 1), (1, 0), (1, 2), *((2, i) for i in range(3))]}
+        [100, 90, 70], (16, 40, 8), 128, 3, options={"missing": [(0, 1), (1, 0), (1, 2), *((2, i) for i in range(3))]}
     ),
-    "fewer steps than blocks": Case([60, 200], (16, 5), 72, 2, clusters=3),
-    "float16": Case([150, 110], (16, 33), 520, 2, options={"dtype": torch.float16}),
+    "fewer steps than blocks": Case([60, 200], (16, 5), 128, 2, clusters=3),
+    "small clusters": Case([150, 5, 102], (48, 64, 130), 576, 3, blocks=SMALL_CLUSTER),
+    "small clusters of one group": Case([150, 3, 104], (16, 5), 320, blocks=SMALL_CLUSTER, clusters=3),
+    "float16": Case([150, 110], (16, 33), 576, 2, options={"dtype": torch.float16}),
 }
 
 
 def run(library: Path, case: Case, seed: int = 0) -> None:
     batch = case.batch()
     poison(batch)
-    emulated_prompt_shrink(library, batch, num_clusters=case.clusters, seed=seed)
+    emulated_prompt_shrink(library, batch, num_clusters=case.clusters, cluster_blocks=case.blocks, seed=seed)
     check(batch)
 
 
@@ -145,7 +148,7 @@ def test_a_plan_of_fewer_rows_than_x_has(library) -> None:
 def test_what_the_kernel_does_not_take_is_refused(library, change) -> None:
     batch = CASES["one adapter"].batch()
     wide = torch.zeros(270, 520, dtype=torch.bfloat16)
-    batch.x = {"rows": batch.x[:256], "width": wide[:, :508], "start": wide[:, 4:516]}[change]
+    batch.x = {"rows": batch.x[:256], "width": wide[:, :504], "start": wide[:, 4:516]}[change]
     with pytest.raises(ValueError, match="does not take"):
         emulated_prompt_shrink(library, batch)
 
@@ -160,34 +163,38 @@ def is_wrong(library: Path, case: Case) -> bool:
 
 
 BREAKS = {
-    "x is read before it is there": ("operand_at(x_ring.await_full())", "operand_at(x_ring.await_empty())"),
-    "A is read before it is there": ("operand_at(a_ring.await_full())", "operand_at(a_ring.await_empty())"),
-    "slots are given back too early": ("    await_products<0>();\n", ""),
-    "slots are never given back": ("    x_ring.release();\n", ""),
-    "x comes before the kernel in front ends": (
-        "  PromptWalk walk(params.shrink.tables);\n  wait_for_previous();\n",
-        "  PromptWalk walk(params.shrink.tables);\n",
+    "a stage is read before it is there": ("    ring.await_full();\n", ""),
+    "stages are given back too early": ("    await_products<0>();\n", ""),
+    "stages are never given back": ("    if (threadIdx.x % 32 == 0) arrive(ring.empty());\n", ""),
+    "x comes while it is read": (
+        "        ring.await_empty();\n        if (lane == 0) arrive_for(ring.full(), boxes",
+        "        if (lane == 0) arrive_for(ring.full(), boxes",
     ),
-    "sums are read before they are there": ("    await(barrier(), count_ / kMailboxes & 1);\n", ""),
-    "one mailbox": ("count_ % kMailboxes * kMailBytes", "0 * kMailBytes"),
+    "x comes before the kernel in front ends": (
+        "  PromptWalk<kBlocks> walk(params.shrink.tables);\n  wait_for_previous();\n",
+        "  PromptWalk<kBlocks> walk(params.shrink.tables);\n",
+    ),
+    "A starts in another row": ("          ++row;\n", ""),
+    "A starts in another column": ("params.a_shift) / kStartElements", "0) / kStartElements"),
+    "rows of another slice": ("of_last >= 0 && of_first == of_last", "of_last >= 0"),
+    "what lies behind the arena": (
+        "int64_t const behind = kPromptColumns - kStartElements;",
+        "int64_t const behind = 0;",
+    ),
+    "sums are read before they are there": ("    mail.await_there();\n", ""),
     "mail comes to a block that has not begun": (
         "  cluster.wait();\n  wait_for_previous();\n",
         "  wait_for_previous();\n",
     ),
-    "mail comes while it is read": ("    named_barrier(kMailBarrier, kMultipliers);\n", ""),
-    "rows go to the wrong block": ("address_in_block(to, 2 * warp + half)", "address_in_block(to, warp + 4 * half)"),
-    "sources change while they are read": (
-        "  named_barrier(kSourcesBarrier, kAThreads);  // those of the pass before have been read\n",
-        "",
-    ),
-    "sources are read before they are there": ("  named_barrier(kSourcesBarrier, kAThreads);\n}", "}"),
-    "ranks in another order": ("member % 8 / 2 * 4 + member / 8 * 2", "member % 8 / 2 * 2 + member / 8 * 8"),
-    "columns behind the end": ("inside ? source + column : source, inside", "source + column, true"),
-    "v at another pitch": (".rank_pitch = rank_pitch", ".rank_pitch = 2 * rank_pitch"),
-    "rows behind the tile": ("t >= tile.rows.y || ", ""),
+    "mail comes while it is read": ("    mail.await_read();\n", ""),
+    "a block ends before the others": ("  mail.await_read();  // nobody arrives at a block that has ended\n", ""),
+    "rows go to the wrong block": ("int const octet = 2 * warp + half;", "int const octet = warp + 4 * half;"),
+    "ranks in another order": ("quad % 2 * 32 + quad / 2 * 8", "quad % 2 * 32 + quad / 2 * 16"),
+    "v at another pitch": (".rank_pitch = own.rank_pitch", ".rank_pitch = 2 * own.rank_pitch"),
+    "rows behind the tile": (" || t >= tile.rows.y", ""),
     "ranks that are not there": ("group.lora_rank - rank);", "4);"),
-    "one pass": ("  int const left = num_groups - group;\n", "  int const left = num_groups - group; group += 1000;\n"),
-    "the walk skips tiles": ("next_ += gridDim.x / kPromptClusterBlocks;", "next_ += gridDim.x;"),
+    "one pass": ("int const left = num_groups - group;\n", "int const left = num_groups - group; group += 1000;\n"),
+    "the walk skips tiles": ("next_ += gridDim.x / kBlocks;", "next_ += gridDim.x;"),
 }
 
 
@@ -196,7 +203,7 @@ BREAKS = {
 def test_a_broken_kernel_is_noticed(nvcc, tmp_path, name) -> None:
     text, broken = BREAKS[name]
     sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
-    headers = [sources / "include" / "punica" / f"prompt_{name}.cuh" for name in ("shrink", "walk")]
+    headers = [sources / "include" / "punica" / f"prompt_{name}" for name in ("shrink.cuh", "walk.cuh", "params.h")]
     assert sum(header.read_text().count(text) for header in headers) == 1
     for header in headers:
         header.write_text(header.read_text().replace(text, broken))

@@ -100,24 +100,18 @@ __device__ inline void copy_box(uint32_t to, CUtensorMap const& map, int column,
       : "memory");
 }
 
+// A box of rows that start anywhere, in a matrix [starts, rows, columns], from `row` on.
+__device__ inline void copy_box_at(uint32_t to, CUtensorMap const& map, int row, int start, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier),
+               "r"(0), "r"(row), "r"(start)
+               : "memory");
+}
+
 // `bytes` that lie together. Both addresses and the number are multiples of 16.
 __device__ inline void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-
-// Sixteen bytes, zeros if not `wanted`, copied by the thread itself while it goes on.
-__device__ inline void copy16(uint32_t to, void const* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-
-// The thread arrives when all that it has asked for by copy16 is there.
-__device__ inline void arrive_when_copied(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// What threads have put into shared memory is seen by products.
-__device__ inline void fence_products_from_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void fetch_map(CUtensorMap const& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
@@ -164,10 +158,30 @@ __device__ inline void send16(uint32_t address, float4 value, uint32_t barrier) 
                : "memory");
 }
 
+// At a barrier of another block of the cluster. What the warp has loaded from shared memory by then may be overwritten. Not at the scope of the cluster: that would
+// wait for stores to memory.
+__device__ inline void arrive_in_cluster(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
 // Of `threads` of the block, which all come here.
 __device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 #endif
+
+// How many clusters the GPU has room for at the same time.
+template <typename Params>
+int clusters_at_once(void (*kernel)(Params), int block, int cluster, int shared_bytes) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(cluster);
+  launch_config.blockDim = dim3(block);
+  launch_config.dynamicSmemBytes = shared_bytes;
+  launch_config.attrs = &attribute;
+  launch_config.numAttrs = 1;
+  int clusters = 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch_config) == cudaSuccess ? clusters : 0;
+}
 
 // In clusters of so many blocks.
 template <typename Params>

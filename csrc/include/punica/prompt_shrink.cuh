@@ -1,9 +1,9 @@
 // v = x A^T for steps of many rows, on sm_90a: all slices of a tile of 64 rows from one read of x.
 //
-// A cluster takes a tile, and each of its blocks every eighth step of 64 columns of x. One warp brings x by the copy engine and two bring A, each into slots
-// of a ring in shared memory and as far ahead as there is room, into the next tile too; a warpgroup multiplies. The low ranks of all slices lie
-// behind one another in groups of sixteen, and a product has 64 of them. Then each block gets from all others, by stores into its shared memory,
-// their sums of an eighth of the rows, adds them in the order of the blocks and writes the low-rank rows: no parts in memory, no counters.
+// A cluster takes a tile, and its blocks take turns at the steps of 64 columns. The copy engine brings x and A into a ring of stages in shared memory, as far
+// ahead as there is room, into the next tile too; a warpgroup multiplies. The low ranks of all slices lie behind one another in groups of sixteen. Then each
+// block gets from all others, by stores into its shared memory, their sums of its share of the rows, adds them in the order of the blocks and writes the
+// low-rank rows: no parts in memory, no counters.
 #pragma once
 
 #include "punica/cluster.cuh"
@@ -15,255 +15,294 @@
 namespace punica {
 
 constexpr int kPromptBlocksPerSm = 2;  // with one, fewer clusters than tiles of 1,024 rows find eight multiprocessors together
-constexpr int kProductRanks = 64;
-constexpr int kProductGroups = kProductRanks / kGroupRanks;
-constexpr int kMostProducts = 3;  // a step: more have no registers
-constexpr int kPassGroups = kMostProducts * kProductGroups;
+constexpr int kLargeCluster = 8;  // of blocks
+constexpr int kSmallCluster = 4;
+constexpr int kLargeClusterRows = 31 * kMaxTileRows;  // about as many tiles as there is room for large clusters; there is room for twice as many small ones
+constexpr int kPromptSharedBytes = 112 << 10;
+constexpr int kPromptMemory = kPromptSharedBytes - 1024;  // from a multiple of 1024 on
 
-constexpr int kSlotBytes = kMaxTileRows * 2 * kPromptColumns;
-static_assert(kProductRanks == kMaxTileRows);
-constexpr int kXSlots = 4;
-constexpr int kASlots = 5;
-constexpr int kMailGroupBytes = 32 * 16;  // four ranks of a row from each lane of a warp
-constexpr int kMailBytes = kPromptClusterBlocks * kProductGroups * kMailGroupBytes;
-constexpr int kMailboxes = 2;
-constexpr int kPromptSharedBytes = 1024 + (kXSlots + kASlots) * kSlotBytes + kMailboxes * kMailBytes;
+constexpr int kProductGroups = 4;  // of a product of 64 ranks
+constexpr int kMostProducts = 3;   // a step: more have no registers
+constexpr int kPassGroups = kMostProducts * kProductGroups;
+constexpr int kMailProducts = 2;
+constexpr int kMailGroups = kMailProducts * kProductGroups;
+
+constexpr int kPromptXBytes = kMaxTileRows * 2 * kPromptColumns;
+constexpr int kPromptBoxBytes = kPromptBoxRows * 2 * kPromptColumns;
+constexpr int kMostStages = 10;
+constexpr int kOctetBytes = 32 * 16;  // eight rows of a group: four ranks of a row from each lane of a warp
+constexpr int kOctets = kMaxTileRows / 8;
+static_assert(kPromptBoxRows == kGroupRanks);
 
 constexpr int kMultipliers = 128;
-constexpr int kXThreads = 32;
-constexpr int kAThreads = 64;
-constexpr int kPromptThreads = kMultipliers + kXThreads + kAThreads;
-constexpr int kSourcesBarrier = 1;
-constexpr int kMailBarrier = 2;
+constexpr int kPromptThreads = kMultipliers + 2 * 32;
 
 #ifdef PUNICA_HOPPER
 
-// What a block has in shared memory beside slots and mail.
+// What a block has in shared memory beside stages and mail: barriers.
 struct PromptShared {
-  uint64_t x_full[kXSlots];  // barriers
-  uint64_t x_empty[kXSlots];
-  uint64_t a_full[kASlots];
-  uint64_t a_empty[kASlots];
-  uint64_t mail[kMailboxes];
-  void const* sources[kPassGroups * kGroupRanks];  // the row of A for each row of the slots of a step; nullptr: none
+  uint64_t full[kMostStages];
+  uint64_t empty[kMostStages];
+  uint64_t mail_there;
+  uint64_t mail_read;
 };
 
-// A thread's way around the slots of x or of A. Addresses are of shared memory.
-template <int kSlots>
-class SlotRing {
- public:
-  __device__ SlotRing(uint64_t (&full)[kSlots], uint64_t (&empty)[kSlots], uint32_t memory)
-      : full_(kept(shared_address(full))), empty_(kept(shared_address(empty))), memory_(memory) {}
+// How the shared memory is shared out: the same in all blocks, for the most groups that a step can have.
+struct PromptLayout {
+  int rank_pitch;
+  int stage_bytes;
+  int num_stages;
+  int mail_groups;
 
-  __device__ uint32_t await_full() const {
-    await(full(), round_ & 1);
-    return memory_ + index_ * kSlotBytes;
+  __device__ explicit PromptLayout(Tables const& tables) : rank_pitch(load_work_list(tables.plan).rank_pitch) {
+    int const groups = min(tables.slices * ((rank_pitch + kGroupRanks - 1) / kGroupRanks), kPassGroups);
+    mail_groups = min(groups, kMailGroups);
+    stage_bytes = kPromptXBytes + groups * kPromptBoxBytes;
+    num_stages = min((kPromptMemory - mail_bytes()) / stage_bytes, kMostStages);
   }
-  __device__ uint32_t await_empty() const {
-    await(empty_ + index_ * 8, ~round_ & 1);
-    return memory_ + index_ * kSlotBytes;
-  }
+  __device__ int mail_bytes() const { return mail_groups * kOctets * kOctetBytes; }
+};
+static_assert(2 * (kPromptXBytes + kPassGroups * kPromptBoxBytes) + kMailGroups * kOctets * kOctetBytes <= kPromptMemory);
+
+// A thread's way around the stages. Addresses are of shared memory.
+class StageRing {
+ public:
+  __device__ StageRing(PromptShared& shared, uint32_t memory, PromptLayout const& layout)
+      : full_(kept(shared_address(shared.full))),
+        empty_(kept(shared_address(shared.empty))),
+        memory_(memory),
+        stage_bytes_(layout.stage_bytes),
+        num_stages_(layout.num_stages) {}
+
+  __device__ uint32_t memory() const { return memory_ + index_ * stage_bytes_; }
   __device__ uint32_t full() const { return full_ + index_ * 8; }
+  __device__ uint32_t empty() const { return empty_ + index_ * 8; }
+  __device__ void await_full() const { await(full(), round_ & 1); }
+  __device__ void await_empty() const { await(empty(), ~round_ & 1); }
   __device__ void advance() {
-    if (++index_ == kSlots) {
+    if (++index_ == num_stages_) {
       index_ = 0;
       ++round_;
     }
-  }
-  // The warp has read the oldest slot that it has not given back.
-  __device__ void release() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(empty_ + oldest_ * 8);
-    if (++oldest_ == kSlots) oldest_ = 0;
   }
 
  private:
   uint32_t full_;
   uint32_t empty_;
   uint32_t memory_;
+  int stage_bytes_;
+  int num_stages_;
   int index_ = 0;
   int round_ = 0;
-  int oldest_ = 0;
 };
 
-// By one thread.
-__device__ inline void bring_x(PromptParams const& params, PromptSteps const& steps, SlotRing<kXSlots> ring) {
-  PromptWalk walk(params.shrink.tables);
+// By a warp, a box by each lane; one box if it can be a tall one, which may hold rows behind the tile.
+template <int kBlocks>
+__device__ inline void bring_x(PromptParams const& params, PromptSteps<kBlocks> const& steps, StageRing ring) {
+  int const lane = threadIdx.x % 32;
+  PromptWalk<kBlocks> walk(params.shrink.tables);
   wait_for_previous();
 #pragma unroll 1
   for (; !walk.done(); walk.look_ahead(), walk.advance()) {
-    int4 const rows = walk.tile().rows;
-    int const boxes = (rows.y + kPromptBoxRows - 1) / kPromptBoxRows;
+    int const boxes = (walk.tile().rows.y + kPromptBoxRows - 1) / kPromptBoxRows;
+    int const row = walk.tile().rows.x + lane * kPromptBoxRows;
     int const num_groups = walk.tile().num_groups();
 #pragma unroll 1
     for (int group = 0; group < num_groups; group += kPassGroups)
 #pragma unroll 1
       for (int step = 0; step < steps.count; ++step) {
-        constexpr int kBoxBytes = kPromptBoxRows * 2 * kPromptColumns;
-        uint32_t const to = ring.await_empty();
-        arrive_for(ring.full(), boxes * kBoxBytes);
-        for (int box = 0; box < boxes; ++box)
-          copy_box(to + box * kBoxBytes, params.x, steps.column(step), rows.x + box * kPromptBoxRows, ring.full(), Keep::kNormal);
+        ring.await_empty();
+        if (lane == 0) arrive_for(ring.full(), boxes * kPromptBoxBytes);
+        if (boxes == kMaxTileRows / kPromptBoxRows) {
+          if (lane == 0) copy_box(ring.memory(), params.tall_x, steps.column(step), row, ring.full(), Keep::kNormal);
+        } else if (lane < boxes) {
+          copy_box(ring.memory() + lane * kPromptBoxBytes, params.x, steps.column(step), row, ring.full(), Keep::kNormal);
+        }
         ring.advance();
       }
   }
 }
 
-// Where in A the rows of a step's slots come from. A lane of the product ends with ranks 4 q ... 4 q + 3 of a group in this order.
-template <typename T>
-__device__ inline void find_sources(ShrinkParams const& params, PromptTile const& tile, int first_group, int num_groups, PromptShared& shared, int thread) {
-  named_barrier(kSourcesBarrier, kAThreads);  // those of the pass before have been read
-  for (int row = thread; row < num_groups * kGroupRanks; row += kAThreads) {
-    RankGroup const group = tile.group(first_group + row / kGroupRanks);
-    int const member = row % kGroupRanks;
-    int const rank = group.rank_start + member % 8 / 2 * 4 + member / 8 * 2 + member % 2;
-    T const* const a = static_cast<T const*>(params.tables.arena) + group.a_offset;
-    shared.sources[row] = rank < group.lora_rank ? a + static_cast<int64_t>(rank) * params.in_features : nullptr;
-  }
-  named_barrier(kSourcesBarrier, kAThreads);
-}
-
-// Rows of A, whose sixteenths are swapped as the tensor core wants them.
-template <typename T>
-__device__ inline void bring_a(ShrinkParams const& params, PromptSteps const& steps, SlotRing<kASlots> ring, PromptShared& shared, int thread) {
-  int const chunk = thread % 8;
-  int const first_row = thread / 8;
-  uint32_t const offset = first_row * 2 * kPromptColumns + ((chunk ^ first_row) << 4);
-  PromptWalk walk(params.tables);
+// By a warp, a group by each lane, or four that lie behind one another. The rows of a group that its adapter does not have are of something else, and their products are not used.
+template <int kBlocks>
+__device__ inline void bring_a(PromptParams const& params, PromptSteps<kBlocks> const& steps, StageRing ring) {
+  int const lane = threadIdx.x % 32;
+  int const starts = params.shrink.in_features / kStartElements;
+  PromptWalk<kBlocks> walk(params.shrink.tables);
 #pragma unroll 1
   for (; !walk.done(); walk.look_ahead(), walk.advance()) {
     int const all_groups = walk.tile().num_groups();
 #pragma unroll 1
-    for (int group = 0; group < all_groups; group += kPassGroups) {
-      int const num_groups = min(kPassGroups, all_groups - group);
-      find_sources<T>(params, walk.tile(), group, num_groups, shared, thread);
+    for (int first = 0; first < all_groups; first += kPassGroups) {
+      int const num_groups = min(kPassGroups, all_groups - first);
+      RankGroup const group = walk.tile().group(first + lane);
+      int const slice = lane < num_groups ? group.slice : -1;
+      int const of_first = shuffle(slice, lane / kProductGroups * kProductGroups);
+      int const of_last = shuffle(slice, lane | (kProductGroups - 1));
+      bool const in_tall = of_last >= 0 && of_first == of_last;
+      uint64_t const begin = static_cast<uint64_t>(group.a_offset + params.a_shift) / kStartElements;
+      int row = static_cast<int>(begin / starts) + group.rank_start;
+      int start = static_cast<int>(begin % starts) + steps.column(0) / kStartElements;
 #pragma unroll 1
       for (int step = 0; step < steps.count; ++step) {
-        int const column = steps.column(step) + chunk * 8;
-        bool const inside = column < params.in_features;
-#pragma unroll 1
-        for (int first = 0; first < num_groups * kGroupRanks; first += kProductRanks) {
-          uint32_t const to = ring.await_empty() + offset;
-          int const rows = min(kProductRanks, num_groups * kGroupRanks - first);
-#pragma unroll 2
-          for (int row = first_row; row < rows; row += 8) {
-            auto const* const source = static_cast<T const*>(shared.sources[first + row]);
-            if (source != nullptr) copy16(to + (row - first_row) * 2 * kPromptColumns, inside ? source + column : source, inside);
-          }
-          arrive_when_copied(ring.full());
-          ring.advance();
+        while (start >= starts) {
+          start -= starts;
+          ++row;
         }
+        ring.await_empty();
+        if (lane == 0) arrive_for(ring.full(), num_groups * kPromptBoxBytes);
+        uint32_t const to = ring.memory() + kPromptXBytes + lane * kPromptBoxBytes;
+        if (in_tall) {
+          if (lane % kProductGroups == 0) copy_box_at(to, params.tall_a, row, start, ring.full());
+        } else if (lane < num_groups) {
+          copy_box_at(to, params.a, row, start, ring.full());
+        }
+        start += kBlocks * kPromptColumns / kStartElements;
+        ring.advance();
       }
     }
   }
 }
 
-// Sums of the block's steps, 64 ranks in each of d.
-template <typename T, int kProducts>
-__device__ inline void multiply_prompt(int num_steps, SlotRing<kXSlots>& x_ring, SlotRing<kASlots>& a_ring, float (&d)[kProducts][kProductRanks / 2]) {
+// Sums of the block's steps.
+template <typename T, int kProducts, int kSums>
+__device__ inline void multiply_prompt(int num_steps, StageRing& ring, float (&d)[kProducts][kSums]) {
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
-    uint64_t const x = operand_at(x_ring.await_full());
-    x_ring.advance();
-    uint64_t a[kProducts];
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) {
-      a[i] = operand_at(a_ring.await_full());
-      a_ring.advance();
-    }
-    fence_products_from_shared();
+    ring.await_full();
+    uint64_t const x = operand_at(ring.memory());
+    uint64_t const a = operand_at(ring.memory() + kPromptXBytes);
     begin_products();
 #pragma unroll
     for (int k = 0; k < kPromptColumns / 16; ++k)
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) multiply_warpgroup<T>(d[i], x + 2 * k, a[i] + 2 * k);
+      for (int i = 0; i < kProducts; ++i) multiply_warpgroup<T>(d[i], x + 2 * k, a + i * (kProductGroups * kPromptBoxBytes >> 4) + 2 * k);
     commit_products();
     await_products<0>();
-    x_ring.release();
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) a_ring.release();
+    if (threadIdx.x % 32 == 0) arrive(ring.empty());
+    ring.advance();
   }
 }
 
-// The mail of a block: sums that the blocks of the cluster send it. There are two boxes. Who sends has got the mail before from every block, and a block
-// sends when all its warps have read the one before that, which was in the same box.
+// The mail of a block: sums that the blocks of the cluster send it. They all send the next when all have read the last.
+template <int kBlocks>
 class Mail {
- public:
-  __device__ Mail(PromptShared& shared, uint32_t memory, int block)
-      : barriers_(kept(shared_address(shared.mail))), memory_(memory), block_(block) {}
+  static constexpr int kOwnOctets = kOctets / kBlocks;
 
-  // Rows go to the blocks that sum them, eight to each.
-  __device__ void send(float const (&d)[kProductRanks / 2], int num_groups) const {
-    named_barrier(kMailBarrier, kMultipliers);
+
+ public:
+  __device__ Mail(PromptShared& shared, uint32_t memory, int num_groups, int block)
+      : there_(kept(shared_address(&shared.mail_there))),
+        read_(kept(shared_address(&shared.mail_read))),
+        memory_(memory + threadIdx.x % 32 / 4 * 64),
+        block_bytes_(num_groups * kOwnOctets * kOctetBytes),
+        block_(block) {}
+
+  __device__ void await_read() const { await(read_, ~count_ & 1); }
+
+  // Rows go to the blocks that sum them. The last groups may be missing.
+  template <int kProducts, int kSums>
+  __device__ void send(float const (&d)[kProducts][kSums], int first_product, int num_groups) const {
+    constexpr int kGroups = kSums / 8;
     int const warp = threadIdx.x / 32;
-    uint32_t const to = box() + block_ * kProductGroups * kMailGroupBytes + threadIdx.x % 32 * 16;
-    if (threadIdx.x == 0) arrive_for(barrier(), kPromptClusterBlocks * num_groups * kMailGroupBytes);
+    uint32_t const to = memory_ + block_ * block_bytes_ + threadIdx.x % 4 * 16;
+    if (threadIdx.x == 0) arrive_for(there_, num_groups * kOctets * kOctetBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t const there = address_in_block(to, 2 * warp + half);
-      uint32_t const barrier_there = address_in_block(barrier(), 2 * warp + half);
+      int const octet = 2 * warp + half;
+      uint32_t const to_there = address_in_block(to + octet % kOwnOctets * kOctetBytes, octet / kOwnOctets);
+      uint32_t const there = address_in_block(there_, octet / kOwnOctets);
 #pragma unroll
-      for (int group = 0; group < kProductGroups; ++group) {
-        float const* const own = d + 8 * group + 2 * half;
-        if (group < num_groups) send16(there + group * kMailGroupBytes, make_float4(own[0], own[1], own[4], own[5]), barrier_there);
+      for (int i = 0; i < kProducts; ++i) {
+        if (i / kMailProducts * kMailProducts != first_product) continue;
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+          int const group = (i - first_product) * kGroups + j;
+          float const* const own = d[i] + 8 * j + 2 * half;
+          if (group < num_groups) send16(to_there + group * kOwnOctets * kOctetBytes, make_float4(own[0], own[1], own[4], own[5]), there);
+        }
       }
     }
   }
 
-  // Four ranks of a row, summed over the blocks. By a warp for each group.
-  __device__ float4 receive(int group) const {
-    await(barrier(), count_ / kMailboxes & 1);
-    uint32_t const from = box() + group * kMailGroupBytes + threadIdx.x % 32 * 16;
+  __device__ void await_there() const { await(there_, count_ & 1); }
+
+  // Four ranks of a row of an octet of a group, summed over the blocks. A lane of a product has two pairs of ranks, eight apart.
+  __device__ float4 sum(int index) const {
+    int const quad = threadIdx.x % 4;
+    uint32_t const from = memory_ + index * kOctetBytes + quad % 2 * 32 + quad / 2 * 8;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int block = 0; block < kPromptClusterBlocks; ++block) {
-      uint4 const words = load_shared16(from + block * kProductGroups * kMailGroupBytes);
-      sum = added(sum, make_float4(__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z), __uint_as_float(words.w)));
+    for (int block = 0; block < kBlocks; ++block) {
+      uint2 const low = load_shared8(from + block * block_bytes_);
+      uint2 const high = load_shared8(from + block * block_bytes_ + 16);
+      sum = added(sum, make_float4(__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y)));
     }
     return sum;
   }
-  __device__ void advance() { ++count_; }
+
+  // The warp has read its part.
+  __device__ void give_back() {
+    __syncwarp();
+    if (threadIdx.x % 32 < kBlocks) arrive_in_cluster(address_in_block(read_, threadIdx.x % 32));
+    ++count_;
+  }
 
  private:
-  __device__ uint32_t barrier() const { return barriers_ + count_ % kMailboxes * 8; }
-  __device__ uint32_t box() const { return memory_ + count_ % kMailboxes * kMailBytes; }
-
-  uint32_t barriers_;
+  uint32_t there_;
+  uint32_t read_;
   uint32_t memory_;
+  int block_bytes_;
   int block_;
   int count_ = 0;
 };
 
+// What a block needs to turn sums into low-rank rows.
+struct PromptBlock {
+  ShrinkParams const& params;
+  int num_steps;
+  int rank_pitch;
+  int block;
+};
+
 // The low-rank rows of a pass. `walk` has seen the next tile then.
-template <typename T, int kProducts>
-__device__ inline void shrink_pass(ShrinkParams const& params, int num_steps, SlotRing<kXSlots>& x_ring, SlotRing<kASlots>& a_ring, Mail& mail,
-                                   PromptWalk& walk, int first_group, int rank_pitch, int block) {
-  constexpr int kRows = kMaxTileRows / kPromptClusterBlocks;
-  float d[kProducts][kProductRanks / 2] = {};
-  multiply_prompt<T, kProducts>(num_steps, x_ring, a_ring, d);
+template <typename T, int kProducts, int kRanks, int kBlocks>
+__device__ inline void shrink_pass(PromptBlock const& own, StageRing& ring, Mail<kBlocks>& mail, PromptWalk<kBlocks>& walk, int first_group) {
+  constexpr int kOwnOctets = kOctets / kBlocks;
+  constexpr int kSums = kMailGroups * kOwnOctets / (kMultipliers / 32);  // of a lane
+  float d[kProducts][kRanks / 2] = {};
+  multiply_prompt<T>(own.num_steps, ring, d);
   PromptTile const tile = walk.tile();
-  int const warp = threadIdx.x / 32;
-  int const t = block * kRows + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-  for (int i = 0; i < kProducts; ++i) {
-    int const first = first_group + i * kProductGroups;
-    mail.send(d[i], min(kProductGroups, tile.num_groups() - first));
-    if (i == kProducts - 1) walk.look_ahead();
-    float4 const sum = mail.receive(warp);
-    mail.advance();
-    RankGroup const group = tile.group(first + warp);
-    int const rank = group.rank_start + static_cast<int>(threadIdx.x) % 4 * 4;
-    if (t >= tile.rows.y || rank >= round_up(group.lora_rank, kRowAlignment)) continue;
-    ShrinkItem const item{.row_start = tile.rows.x, .rank_start = rank, .rank_pitch = rank_pitch, .slice = group.slice};
-    store_hidden<T>(params, hidden_offset(params, item, t), sum, group.lora_rank - rank);
+  for (int first_product = 0; first_product < kProducts; first_product += kMailProducts) {
+    int const first = first_group + first_product * kProductGroups;
+    int const num_groups = min(min(kMailProducts, kProducts - first_product) * kProductGroups, tile.num_groups() - first);
+    mail.await_read();
+    mail.send(d, first_product, num_groups);
+    if (first_product + kMailProducts >= kProducts) walk.look_ahead();
+    mail.await_there();
+    auto const index_of = [](int i) { return i * (kMultipliers / 32) + static_cast<int>(threadIdx.x) / 32; };
+    float4 sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      if (index_of(i) < num_groups * kOwnOctets) sums[i] = mail.sum(index_of(i));
+    mail.give_back();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      int const t = (own.block * kOwnOctets + index_of(i) % kOwnOctets) * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+      if (index_of(i) >= num_groups * kOwnOctets || t >= tile.rows.y) continue;
+      RankGroup const group = tile.group(first + index_of(i) / kOwnOctets);
+      int const rank = group.rank_start + static_cast<int>(threadIdx.x) % 4 * 4;
+      if (rank >= round_up(group.lora_rank, kRowAlignment)) continue;
+      ShrinkItem const item{.row_start = tile.rows.x, .rank_start = rank, .rank_pitch = own.rank_pitch, .slice = group.slice};
+      store_hidden<T>(own.params, hidden_offset(own.params, item, t), sums[i], group.lora_rank - rank);
+    }
   }
 }
 
-template <typename T>
-__device__ inline void shrink_tiles(ShrinkParams const& params, Cluster const& cluster, PromptSteps const& steps, SlotRing<kXSlots> x_ring,
-                                    SlotRing<kASlots> a_ring, Mail mail, int block) {
-  PromptWalk walk(params.tables);
-  int const rank_pitch = load_work_list(params.tables.plan).rank_pitch;
+template <typename T, int kBlocks>
+__device__ inline void shrink_tiles(PromptBlock const& own, Cluster const& cluster, StageRing ring, Mail<kBlocks> mail) {
+  PromptWalk<kBlocks> walk(own.params.tables);
   cluster.wait();
   wait_for_previous();
 #pragma unroll 1
@@ -273,73 +312,89 @@ __device__ inline void shrink_tiles(ShrinkParams const& params, Cluster const& c
 #pragma unroll 1
     for (int group = 0; group < num_groups; group += kPassGroups) {
       int const left = num_groups - group;
-      if (left <= kProductGroups) {
-        shrink_pass<T, 1>(params, steps.count, x_ring, a_ring, mail, walk, group, rank_pitch, block);
+      if (left == 1) {
+        shrink_pass<T, 1, 16>(own, ring, mail, walk, group);
+      } else if (left == 2) {
+        shrink_pass<T, 1, 32>(own, ring, mail, walk, group);
+      } else if (left == 3) {
+        shrink_pass<T, 1, 48>(own, ring, mail, walk, group);
+      } else if (left == kProductGroups) {
+        shrink_pass<T, 1, 64>(own, ring, mail, walk, group);
       } else if (left <= 2 * kProductGroups) {
-        shrink_pass<T, 2>(params, steps.count, x_ring, a_ring, mail, walk, group, rank_pitch, block);
+        shrink_pass<T, 2, 64>(own, ring, mail, walk, group);
       } else {
-        shrink_pass<T, 3>(params, steps.count, x_ring, a_ring, mail, walk, group, rank_pitch, block);
+        shrink_pass<T, 3, 64>(own, ring, mail, walk, group);
       }
     }
   }
+  mail.await_read();  // nobody arrives at a block that has ended
 }
 
-template <typename T>
+template <typename T, int kBlocks>
 __device__ inline void prompt_block(PromptParams const& params) {
   auto& shared = block_shared<PromptShared>();
   Cluster const cluster;
-  int const block = blockIdx.x % kPromptClusterBlocks;
-  int const thread = static_cast<int>(threadIdx.x) - kMultipliers;  // negative: it multiplies
+  int const block = blockIdx.x % kBlocks;
   uint32_t const memory = kept(round_up(shared_address(block_cache()), 1024));
   start_next();
-  if (thread == 0) {
-    for (int i = 0; i < kXSlots; ++i) {
-      init_barrier(shared_address(&shared.x_full[i]), 1);
-      init_barrier(shared_address(&shared.x_empty[i]), kMultipliers / 32);
+  if (threadIdx.x == kMultipliers) {
+    for (int i = 0; i < kMostStages; ++i) {
+      init_barrier(shared_address(&shared.full[i]), 2);
+      init_barrier(shared_address(&shared.empty[i]), kMultipliers / 32);
     }
-    for (int i = 0; i < kASlots; ++i) {
-      init_barrier(shared_address(&shared.a_full[i]), kAThreads);
-      init_barrier(shared_address(&shared.a_empty[i]), kMultipliers / 32);
-    }
-    for (int i = 0; i < kMailboxes; ++i) init_barrier(shared_address(&shared.mail[i]), 1);
-    fetch_map(params.x);
+    init_barrier(shared_address(&shared.mail_there), 1);
+    init_barrier(shared_address(&shared.mail_read), kBlocks * kMultipliers / 32);
+    for (CUtensorMap const* map : {&params.x, &params.tall_x, &params.a, &params.tall_a}) fetch_map(*map);
     fence_barriers();
   }
   __syncthreads();
   cluster.arrive_begun();  // nobody sends to a block that has not begun
-  PromptSteps const steps(params.shrink.in_features, block);
-  SlotRing<kXSlots> const x_ring(shared.x_full, shared.x_empty, memory);
-  SlotRing<kASlots> const a_ring(shared.a_full, shared.a_empty, memory + kXSlots * kSlotBytes);
-  if (thread >= kXThreads) {
-    bring_a<T>(params.shrink, steps, a_ring, shared, thread - kXThreads);
-    cluster.wait();
-  } else if (thread >= 0) {
-    if (thread == 0) bring_x(params, steps, x_ring);
+  PromptLayout const layout(params.shrink.tables);
+  PromptSteps<kBlocks> const steps(params.shrink.in_features, block);
+  StageRing const ring(shared, memory, layout);
+  if (threadIdx.x < kMultipliers) {
+    Mail<kBlocks> const mail(shared, memory + layout.num_stages * layout.stage_bytes, layout.mail_groups, block);
+    shrink_tiles<T>({params.shrink, steps.count, layout.rank_pitch, block}, cluster, ring, mail);
+  } else {
+    if (threadIdx.x < kMultipliers + 32) {
+      bring_a(params, steps, ring);
+    } else {
+      bring_x(params, steps, ring);
+    }
     __syncwarp();
     cluster.wait();
-  } else {
-    shrink_tiles<T>(params.shrink, cluster, steps, x_ring, a_ring, Mail(shared, memory + (kXSlots + kASlots) * kSlotBytes, block), block);
   }
 }
 
 #endif
 
-template <typename T>
+template <typename T, int kBlocks>
 __global__ void __launch_bounds__(kPromptThreads, kPromptBlocksPerSm) prompt_kernel(const __grid_constant__ PromptParams params) {
 #ifdef PUNICA_HOPPER
-  prompt_block<T>(params);
+  prompt_block<T, kBlocks>(params);
 #else
   __trap();  // compiled for 90 instead of 90a: there would be no result
 #endif
 }
 
-template <typename T>
-cudaError_t launch_prompt(PromptParams const& params, LaunchConfig const& config) {
-  auto* const kernel = prompt_kernel<T>;
+template <typename T, int kBlocks>
+cudaError_t launch_prompt_clusters(PromptParams const& params, LaunchConfig const& config) {
+  auto* const kernel = prompt_kernel<T, kBlocks>;
   cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPromptSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  int const grid = params.shrink.scratch.num_blocks / kPromptClusterBlocks * kPromptClusterBlocks;
-  return launch_clusters(kernel, grid, kPromptThreads, kPromptClusterBlocks, kPromptSharedBytes, params, config);
+  cudaError_t const shared_first = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (shared_first != cudaSuccess) return shared_first;
+  // Clusters that wait for a place would begin their first tile last.
+  static int const at_once = clusters_at_once(kernel, kPromptThreads, kBlocks, kPromptSharedBytes);
+  if (at_once < 1) return cudaErrorInvalidClusterSize;
+  int const clusters = min(max(params.shrink.scratch.num_blocks / kBlocks, 1), at_once);
+  return launch_clusters(kernel, clusters * kBlocks, kPromptThreads, kBlocks, kPromptSharedBytes, params, config);
+}
+
+template <typename T>
+cudaError_t launch_prompt(PromptParams const& params, LaunchConfig const& config) {
+  bool const few = params.shrink.scratch.num_rows <= kLargeClusterRows;
+  return (few ? launch_prompt_clusters<T, kLargeCluster> : launch_prompt_clusters<T, kSmallCluster>)(params, config);
 }
 
 }  // namespace punica

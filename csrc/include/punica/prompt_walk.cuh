@@ -41,11 +41,12 @@ struct PromptTile {
   }
 };
 
-// A cluster's way through the tiles of the step.
+// The way of a cluster of kBlocks blocks through the tiles of the step.
+template <int kBlocks>
 class PromptWalk {
  public:
   __device__ explicit PromptWalk(Tables const& tables)
-      : tables_(tables), list_(load_metadata(reinterpret_cast<int4 const*>(tables.plan + kNumTiles))), next_(blockIdx.x / kPromptClusterBlocks) {
+      : tables_(tables), list_(load_metadata(reinterpret_cast<int4 const*>(tables.plan + kNumTiles))), next_(blockIdx.x / kBlocks) {
     look_ahead();
     advance();
   }
@@ -66,7 +67,7 @@ class PromptWalk {
   __device__ void advance() {
     tile_ = ahead_;
     done_ = next_ >= list_.x;
-    next_ += gridDim.x / kPromptClusterBlocks;
+    next_ += gridDim.x / kBlocks;
   }
   __device__ bool done() const { return done_; }
   __device__ PromptTile const& tile() const { return tile_; }
@@ -80,16 +81,17 @@ class PromptWalk {
   PromptTile ahead_;
 };
 
-// Steps of 64 columns: first, first + kPromptClusterBlocks, ...
+// Steps of 64 columns: first, first + kBlocks, ...
+template <int kBlocks>
 struct PromptSteps {
   int first;
   int count;
 
   __device__ PromptSteps(int in_features, int block) : first(block) {
     int const all = (in_features + kPromptColumns - 1) / kPromptColumns;
-    count = (all - block + kPromptClusterBlocks - 1) / kPromptClusterBlocks;
+    count = (all - block + kBlocks - 1) / kBlocks;
   }
-  __device__ int column(int index) const { return (first + index * kPromptClusterBlocks) * kPromptColumns; }
+  __device__ int column(int index) const { return (first + index * kBlocks) * kPromptColumns; }
 };
 
 }  // namespace punica

@@ -11,6 +11,7 @@ namespace punica {
 #define PUNICA_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PUNICA_FLOATS_8(d, i) PUNICA_FLOATS_4(d, i), PUNICA_FLOATS_4(d, i + 4)
 #define PUNICA_FLOATS_16(d, i) PUNICA_FLOATS_8(d, i), PUNICA_FLOATS_8(d, i + 8)
+#define PUNICA_FLOATS_24(d, i) PUNICA_FLOATS_16(d, i), PUNICA_FLOATS_8(d, i + 16)
 #define PUNICA_FLOATS_32(d, i) PUNICA_FLOATS_16(d, i), PUNICA_FLOATS_16(d, i + 16)
 #define PUNICA_FLOATS_64(d, i) PUNICA_FLOATS_32(d, i), PUNICA_FLOATS_32(d, i + 32)
 
@@ -38,6 +39,10 @@ PUNICA_PRODUCT_OF(8, 16,
 PUNICA_PRODUCT_OF(16, 32,
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
     "%16", "%17")
+PUNICA_PRODUCT_OF(24, 48,
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+    "%16, %17, %18, %19, %20, %21, %22, %23",
+    "%24", "%25")
 PUNICA_PRODUCT_OF(32, 64,
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",

@@ -29,13 +29,25 @@ extern "C" {
 char const* prompt_failure() { return emulator::failure.c_str(); }
 
 // 1: the kernel does not take it, 2: see prompt_failure.
-int prompt(int bf16, punica::PromptParams* params, punica::EmulatedMap const* x, unsigned seed) {
+int prompt(int bf16, punica::PromptParams* params, punica::EmulatedMap const* x, int64_t arena_elements, int cluster_blocks, unsigned seed) {
   using namespace punica;
   LaunchConfig const config{static_cast<int>(seed), true, nullptr, true};
   if (!takes_prompt(params->shrink, config)) return 1;
-  new (&params->x) EmulatedMap(*x);
-  reinterpret_cast<EmulatedMap&>(params->x).box_rows = kPromptBoxRows;
+  new (&params->x) EmulatedMap{x->data, x->columns, x->rows, x->stride, kPromptBoxRows};
+  new (&params->tall_x) EmulatedMap{x->data, x->columns, x->rows, x->stride, kMaxTileRows};
+  ArenaMatrix const matrix(arena_elements, params->shrink.in_features);
+  auto const* const begin = static_cast<uint16_t const*>(params->shrink.tables.arena) - matrix.shift;
+  new (&params->a) EmulatedMap{begin, params->shrink.in_features, matrix.rows, params->shrink.in_features, kPromptBoxRows};
+  new (&params->tall_a) EmulatedMap{begin, params->shrink.in_features, matrix.rows, params->shrink.in_features, kMaxTileRows};
+  params->a_shift = matrix.shift;
+  int64_t const behind = int64_t{params->shrink.in_features} * matrix.rows + kPromptColumns - kStartElements - matrix.shift;
+  if (behind > arena_elements) {
+    emulator::failure = "a box can reach behind the arena";
+    return 2;
+  }
   begin_in_front(*params);
-  return (bf16 ? launch_prompt<__nv_bfloat16> : launch_prompt<__half>)(*params, config) == cudaSuccess ? 0 : 2;
+  auto const launch = [&](auto for_bf16, auto for_fp16) { return (bf16 ? for_bf16 : for_fp16)(*params, config) == cudaSuccess ? 0 : 2; };
+  if (cluster_blocks == kSmallCluster) return launch(launch_prompt_clusters<__nv_bfloat16, kSmallCluster>, launch_prompt_clusters<__half, kSmallCluster>);
+  return launch(launch_prompt<__nv_bfloat16>, launch_prompt<__half>);
 }
 }

@@ -13,19 +13,26 @@ from tests.ops.linear_emulator import _MAP_WORDS, KernelFailed, _Map
 from tests.support.lora_batch import LoraBatch
 
 PROMPT_KERNELS = Path(__file__).with_name("prompt.cpp")
-_CLUSTER_BLOCKS = 8
+LARGE_CLUSTER = 8
+SMALL_CLUSTER = 4
 
 
 class _PromptParams(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_uint64 * _MAP_WORDS),
+        ("tall_x", ctypes.c_uint64 * _MAP_WORDS),
+        ("a", ctypes.c_uint64 * _MAP_WORDS),
+        ("tall_a", ctypes.c_uint64 * _MAP_WORDS),
         ("shrink", _ShrinkParams),
+        ("a_shift", ctypes.c_int64),
         ("padding", ctypes.c_int * 16),
     )
 
 
-def emulated_prompt_shrink(library: Path, batch: LoraBatch, *, num_clusters: int = 2, seed: int = 0) -> None:
-    """As ``ops.lora_shrink(batch.v, batch.x, …, summed=True)``.
+def emulated_prompt_shrink(
+    library: Path, batch: LoraBatch, *, num_clusters: int = 2, cluster_blocks: int = LARGE_CLUSTER, seed: int = 0
+) -> None:
+    """As ``ops.lora_shrink(batch.v, batch.x, …, summed=True)``, in clusters of so many blocks.
 
     Raises:
         ValueError: the kernel does not take such a step.
@@ -36,14 +43,16 @@ def emulated_prompt_shrink(library: Path, batch: LoraBatch, *, num_clusters: int
     rows, plan = len(batch.x), batch.plan.plan
     parts = batch.v[rows * len(batch.out_features) * batch.max_rank // 2 :]
     counters = plan[len(plan) - NUM_COUNTERS :]
-    num_blocks = num_clusters * _CLUSTER_BLOCKS
+    num_blocks = num_clusters * cluster_blocks
     scratch = _Scratch(batch.v.data_ptr(), parts.data_ptr(), counters.data_ptr(), rows, 1, num_blocks, True)
     # The parameters begin on 64 bytes.
     memory = ctypes.create_string_buffer(ctypes.sizeof(_PromptParams) + 64)
     params = _PromptParams.from_buffer(memory, -ctypes.addressof(memory) % 64)
     params.shrink = _ShrinkParams(_tables(batch), scratch, batch.x.data_ptr(), batch.x.stride(0), batch.x.size(1))
     is_bf16 = int(batch.x.dtype == torch.bfloat16)
-    outcome = kernels.prompt(is_bf16, ctypes.byref(params), ctypes.byref(_Map.of(batch.x)), ctypes.c_uint(seed))
+    arena_elements = ctypes.c_int64(batch.arena.buffer.numel())
+    x = ctypes.byref(_Map.of(batch.x))
+    outcome = kernels.prompt(is_bf16, ctypes.byref(params), x, arena_elements, cluster_blocks, ctypes.c_uint(seed))
     if outcome == 1:
         raise ValueError("the kernel does not take it")
     if outcome:

@@ -83,26 +83,29 @@ inline void copy_box(uint32_t to, CUtensorMap const& map, int column, int row, u
   });
 }
 
+// Of a map with `columns` / 8 starts in each row.
+inline void copy_box_at(uint32_t to, CUtensorMap const& map, int row, int start, uint32_t barrier) {
+  auto const& matrix = reinterpret_cast<EmulatedMap const&>(map);
+  int const bytes = static_cast<int>(matrix.box_rows) * 128;
+  if (to % 1024 != 0) emulator::fail("a box does not begin on 1024 bytes");
+  if (row < 0 || start < 0 || start >= matrix.columns / 8) emulator::fail("a row starts outside");
+  char* const base = emulator::at(to, 16);
+  emulator::at(to + bytes - 16, 16);
+  ask(barrier, bytes, [=, &matrix] {
+    for (int r = 0; r < matrix.box_rows; ++r)
+      for (int c = 0; c < 64; ++c) {
+        uint16_t const value = row + r < matrix.rows ? matrix.data[(row + r) * matrix.columns + start * 8 + c] : 0;
+        std::memcpy(base + r * 128 + (c / 8 ^ r % 8) * 16 + c % 8 * 2, &value, 2);
+      }
+  });
+}
+
 inline void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier) {
   if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a copy of no multiple of 16 bytes");
   char* const begin = emulator::at(to, 16);
   emulator::at(to + bytes - 16, 16);
   ask(barrier, bytes, [=] { std::memcpy(begin, from, bytes); });
 }
-
-inline void copy16(uint32_t to, void const* from, bool wanted) {
-  char* const begin = emulator::at(to, 16);
-  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a copy that does not begin on 16 bytes");
-  emulator::self->copies.push_back([=] { wanted ? std::memcpy(begin, from, 16) : std::memset(begin, 0, 16); });
-}
-inline void arrive_when_copied(uint32_t barrier) {
-  auto& state = barrier_at(barrier);
-  ask(barrier, 0, [&state, copies = std::exchange(emulator::self->copies, {})] {
-    for (auto const& copy : copies) copy();
-    ++state.arrived;
-  });
-}
-inline void fence_products_from_shared() {}
 
 inline void fetch_map(CUtensorMap const&) {}
 
@@ -130,17 +133,35 @@ void give_registers() {}
 template <int kRegisters>
 void take_registers() {}
 
+inline emulator::CopyBarrier& barrier_in_cluster(uint32_t address) {
+  auto& barriers = emulator::grid->blocks[emulator::block_of(address)].copies;
+  auto const found = barriers.find(address & ((1u << emulator::kBlockShift) - 1));
+  if (found == barriers.end()) emulator::fail("a barrier is used before it is made");
+  if (emulator::grid->blocks[emulator::block_of(address)].live == 0) emulator::fail("a block is asked for something when it has ended");
+  return found->second;
+}
+
 inline void send16(uint32_t address, float4 value, uint32_t barrier) {
   char* const begin = emulator::at(address, 16);
   emulator::at(barrier, 8);
   if (address >> emulator::kBlockShift != barrier >> emulator::kBlockShift) emulator::fail("a barrier of another block than the bytes'");
-  int const block = emulator::block_of(address);
+  barrier_in_cluster(barrier);
   uint32_t const local = barrier & ((1u << emulator::kBlockShift) - 1);
-  if (!emulator::grid->blocks[block].copies.contains(local)) emulator::fail("a barrier is used before it is made");
-  emulator::grid->copies.push_back({block, local, 16, [=] { std::memcpy(begin, &value, 16); }});
+  emulator::grid->copies.push_back({emulator::block_of(address), local, 16, [=] { std::memcpy(begin, &value, 16); }});
+}
+
+inline void arrive_in_cluster(uint32_t barrier) {
+  auto& state = barrier_in_cluster(barrier);
+  if (++state.arrived > state.expected) emulator::fail("more arrive at a barrier than it expects");
+  emulator::advance(state);
 }
 
 inline void named_barrier(int number, int threads) { emulator::meet(emulator::own_block().named[number], threads); }
+
+template <typename Params>
+int clusters_at_once(void (*)(Params), int, int, int) {
+  return 1 << 20;
+}
 
 template <typename Params>
 cudaError_t launch_clusters(void (*kernel)(Params), int grid, int block, int cluster, int shared_bytes, Params const& params, LaunchConfig const& config) {

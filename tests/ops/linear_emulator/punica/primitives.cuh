@@ -69,6 +69,7 @@ struct Product {
 };
 
 struct Block {
+  int live = 0;  // threads
   std::vector<char> shared;
   Barrier all;
   std::map<int, Barrier> named;
@@ -84,7 +85,6 @@ struct Fiber {
   EmulatedIndex block;
   uint64_t cluster_phase = 0;
   std::vector<std::vector<Product>> products{1};  // groups, the last of them open
-  std::vector<std::function<void()>> copies;      // that no barrier counts yet
   std::function<bool()> ready;                    // empty: it can go on
   bool polls = false;  // it asks again and again for what others do
   bool done = false;
@@ -188,6 +188,7 @@ inline void enter() {
     failure = error.what();
   }
   self->done = true;
+  --own_block().live;
   swapcontext(&self->context, &grid->scheduler);
 }
 
@@ -203,6 +204,7 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
   state.clusters.resize(num_blocks / cluster_blocks);
   state.blocks.resize(num_blocks);
   for (Block& block : state.blocks) {
+    block.live = threads;
     block.shared.assign(kStaticBytes + shared_bytes, static_cast<char>(0xff));
     block.warps.resize(threads / kWarp);
     block.exchange.resize(threads / kWarp);
