@@ -13,7 +13,6 @@ constexpr int kStartElements = 8;  // a row of A starts at a multiple
 
 // x has so many rows for the kernel to take them.
 constexpr int kLeastPromptRows = kMaxDecodeRows + 1;
-constexpr int kMostPromptRows = 1 << 30;
 
 struct PromptParams {
   CUtensorMap x;  // [T, I] in boxes of kPromptBoxRows rows
@@ -42,7 +41,7 @@ struct ArenaMatrix {
 inline bool takes_prompt(ShrinkParams const& params, LaunchConfig const& config) {
   int const num_rows = params.scratch.num_rows;
   bool const aligned = params.x_stride % 8 == 0 && (reinterpret_cast<uintptr_t>(params.x) | reinterpret_cast<uintptr_t>(params.tables.arena)) % 16 == 0;
-  bool const fits = config.hopper && num_rows >= kLeastPromptRows && num_rows <= kMostPromptRows;
+  bool const fits = config.hopper && num_rows >= kLeastPromptRows;
   return fits && aligned && params.in_features > 0 && params.in_features % kPromptColumns == 0 && params.scratch.summed && !params.beside;
 }
 

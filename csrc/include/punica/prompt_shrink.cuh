@@ -17,7 +17,7 @@ namespace punica {
 constexpr int kPromptBlocksPerSm = 2;  // with one, fewer clusters than tiles of 1,024 rows find eight multiprocessors together
 constexpr int kLargeCluster = 8;  // of blocks
 constexpr int kSmallCluster = 4;
-constexpr int kLargeClusterRows = 31 * kMaxTileRows;  // about as many tiles as there is room for large clusters; there is room for twice as many small ones
+constexpr int kLargeClusterRows = 31 * kMaxTileRows;  // an H200 has room for 30 large clusters at once, and for 62 small ones
 constexpr int kPromptSharedBytes = 112 << 10;
 constexpr int kPromptMemory = kPromptSharedBytes - 1024;  // from a multiple of 1024 on
 
