@@ -23,7 +23,7 @@ from punica_core.bench.lora_cases import (
     scratch_for,
 )
 from punica_core.lora.arena_layout import AdapterLayout, ModuleShape, Run, lay_out, record_words
-from punica_core.lora.table_step import is_fused
+from punica_core.lora.table_step import MAX_FUSED_RANKS, is_fused
 from punica_core.lora.tables import AdapterTables
 from punica_core.ops.layout import Header, row_pitch, scratch_elements
 
@@ -69,7 +69,7 @@ class ModelCase:
     ) -> None:
         self.groups = groups
         self.num_layers = num_layers
-        self.max_rank = row_pitch(max(step.ranks))
+        self.max_rank = self.fused_rank = row_pitch(max(step.ranks))
         self.plan = make_plan(step, device)
         rows = step.num_rows
         self.x = [torch.randn(rows, group.in_features, device=device).to(dtype) for group in groups]
@@ -93,6 +93,7 @@ class ModelCase:
 
     def _place_as_engine(self, step: Step, memory: EngineMemory, dtype: torch.dtype, device: str) -> None:
         self.max_rank = ENGINE_RANK
+        self.fused_rank = max(self.fused_rank, MAX_FUSED_RANKS) if memory.own_rank else ENGINE_RANK
         if not memory.own_rank:
             self.plan.plan[Header.RANK_PITCH] = ENGINE_RANK
         rows = step.num_rows
@@ -197,7 +198,7 @@ class ModelCase:
                     continue
                 tables = (self.arena, self.tables[index][layer], self.plan.plan)
                 weight = self.weights[layer][index]
-                sizes = (list(group.out_features), self.max_rank)
+                sizes = (list(group.out_features), self.fused_rank)
                 ops.lora_linear(self.y[index], self.v[index], self.x[index], weight, None, *tables, *sizes)
 
     def check(self, run: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from punica_core.engine.transfers import Mark, upload
 from punica_core.lora.table_step import LoRAOrder, TableLoRA
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import AttentionBatch
+from punica_core.ops.linear import FEW_LINEAR_ROWS
 from punica_core.protocol import TokenLogprobs
 from punica_core.scheduler.pacing import StepSizes
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult
@@ -123,7 +124,7 @@ class DeviceRunner:
                 on_progress(done / len(steps))
                 batch = self._packer.pack((), (), {}, step, in_graph=True)
                 for key in sizes.keys(step, lora=self._lora is not None):
-                    if self._lora is not None and key.order in self._lora.dropped:
+                    if self._lora is not None and not self._lora.can_run(key.order, step.num_rows):
                         continue
                     self._begin(batch, key.cut)
                     self._capture(graphs, key, functools.partial(self._forward, batch, key.order))
@@ -134,8 +135,8 @@ class DeviceRunner:
         base product, or else the step's order."""
         lora = self._lora
         error = _failure(graphs, key, run)
-        # Layers with a bias run shrink beside the base product in the order AHEAD, too.
-        if error is not None and lora is not None and lora.beside and key.order in (LoRAOrder.AHEAD, LoRAOrder.BESIDE):
+        # Some layers run shrink beside the base product in the orders AHEAD and FUSED, too.
+        if error is not None and lora is not None and lora.beside and key.order is not LoRAOrder.NONE:
             lora.beside = False
             first, error = error, _failure(graphs, key, run)
             if error is None:
@@ -146,8 +147,13 @@ class DeviceRunner:
             return
         if lora is None or key.order in (LoRAOrder.BESIDE, LoRAOrder.NONE):
             raise error
-        lora.dropped.add(key.order)
-        logger.warning("LoRA is never computed in the order %s, as capturing that failed: %s", key.order.name, error)
+        what = key.order.name
+        if key.order is LoRAOrder.FUSED and key.sizes.num_rows > FEW_LINEAR_ROWS:
+            lora.fused_rows = FEW_LINEAR_ROWS
+            what += f" in steps of more than {FEW_LINEAR_ROWS} rows"
+        else:
+            lora.dropped.add(key.order)
+        logger.warning("LoRA is never computed in the order %s, as capturing that failed: %s", what, error)
 
     def _compute(self, rows: Sequence[RowPlan]) -> tuple[StepBatch, Tensor]:
         """The packed step, and its logits [at least n, V] in the model's dtype."""

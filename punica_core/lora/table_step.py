@@ -81,9 +81,9 @@ class TableLoRA:
     """Implements `TableStep` for one model and all adapters in the tables.
 
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
-    runs beside shrink; may be turned off before they are captured. fused_rows: see `lora_orders`.
-    running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a bias are computed
-    as in `BESIDE`. dropped: `AHEAD` or `FUSED`, if no step may be in that order; who runs steps may add to it.
+    runs beside shrink. running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a
+    bias are computed as in `BESIDE`. fused_rows: see `lora_orders`. dropped: `AHEAD` or `FUSED`, if no step may be in
+    that order. Who runs steps may turn off `beside`, lower `fused_rows` and add to `dropped` before they are captured.
     """
 
     def __init__(
@@ -122,6 +122,10 @@ class TableLoRA:
     def nbytes(self) -> int:
         """Bytes of the plan on the device."""
         return int(self._plan.nbytes)
+
+    def can_run(self, order: LoRAOrder, num_rows: int) -> bool:
+        """Whether steps of `num_rows` rows may be in that order."""
+        return order in lora_orders(num_rows, fused_rows=self.fused_rows) and order not in self.dropped
 
     def order(self, row_slots: Int32Array) -> LoRAOrder:
         """Of a step given by the slot of each row, int32 [T], -1 without adapter.

@@ -19,11 +19,11 @@ from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import DrivenRunner, random_prompt
 from tests.support.peft_adapters import adapter_ref, linear_shapes, save_peft_adapter, tiny_llama
 
-SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), fused_rows=64)
-NUM_GRAPHS = 8 + 4 + 1 + 2 * (2 + 3)
+SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), fused_rows=128)
+NUM_GRAPHS = 8 + 4 + 2 + 2 * (2 + 3)
 """Two decode sizes, with and without pieces of contexts, with and without adapters; those with adapters fused too, as
-are 64 prompt rows alone; two of 64 prompt rows, with and without adapters; and two of 384, where those with adapters
-come in two orders."""
+are 64 prompt rows alone and with four others; two of 64 prompt rows, with and without adapters; and two of 384, where
+those with adapters come in two orders."""
 
 Refusal: TypeAlias = Callable[[GraphKey, TableLoRA], str | None]
 """Why a step cannot be captured."""
@@ -78,10 +78,12 @@ def capture(weights: AdapterWeights, monkeypatch: pytest.MonkeyPatch) -> Capture
     return start
 
 
+SIZES_KEYS = {key for step in SIZES.steps() for key in SIZES.keys(step, lora=True)}
+
+
 def all_but(order: LoRAOrder) -> set[GraphKey]:
-    keys = {key for step in SIZES.steps() for key in SIZES.keys(step, lora=True)}
-    assert any(key.order is order for key in keys)
-    return {key for key in keys if key.order is not order}
+    assert any(key.order is order for key in SIZES_KEYS)
+    return {key for key in SIZES_KEYS if key.order is not order}
 
 
 def test_all_is_captured_in_the_best_order(capture: Capture) -> None:
@@ -91,11 +93,15 @@ def test_all_is_captured_in_the_best_order(capture: Capture) -> None:
     assert not driven.lora.dropped
 
 
-@pytest.mark.parametrize("orders", [{LoRAOrder.BESIDE}, {LoRAOrder.BESIDE, LoRAOrder.AHEAD}], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "orders",
+    [{LoRAOrder.BESIDE}, {LoRAOrder.BESIDE, LoRAOrder.AHEAD}, {LoRAOrder.FUSED}],
+    ids=["", "bias", "layers that are not fused"],
+)
 def test_where_kernels_cannot_run_beside_others_they_run_after_them(
     capture: Capture, caplog: pytest.LogCaptureFixture, orders: set[LoRAOrder]
 ) -> None:
-    """In the order ahead, too, if layers have a bias."""
+    """In the order ahead, too, if layers have a bias, and in fused steps with layers that are not."""
     with caplog.at_level(logging.WARNING):
         driven, captures = capture(
             lambda key, lora: "the edge is refused" if lora.beside and key.order in orders else None
@@ -108,10 +114,8 @@ def test_where_kernels_cannot_run_beside_others_they_run_after_them(
     ]
 
 
-@pytest.mark.parametrize("order", [LoRAOrder.AHEAD, LoRAOrder.FUSED], ids=str)
-def test_an_order_that_fails_is_dropped_for_all_steps(
-    capture: Capture, caplog: pytest.LogCaptureFixture, order: LoRAOrder
-) -> None:
+def test_an_order_that_fails_is_dropped_for_all_steps(capture: Capture, caplog: pytest.LogCaptureFixture) -> None:
+    order = LoRAOrder.AHEAD
     with caplog.at_level(logging.WARNING):
         driven, captures = capture(lambda key, lora: "no such kernel" if key.order is order else None)
     assert {*captures.done} == all_but(order)
@@ -119,6 +123,28 @@ def test_an_order_that_fails_is_dropped_for_all_steps(
     assert driven.lora.beside, "that had no part in it"
     assert caplog.messages == [
         f"LoRA is never computed in the order {order.name}, as capturing that failed: no such kernel"
+    ]
+
+
+@pytest.mark.parametrize("most_rows", [0, 64])
+def test_fused_steps_that_fail_are_given_up_for_many_rows_first(
+    capture: Capture, caplog: pytest.LogCaptureFixture, most_rows: int
+) -> None:
+    def refusal(key: GraphKey, lora: TableLoRA) -> str | None:
+        return "no such kernel" if key.order is LoRAOrder.FUSED and key.sizes.num_rows > most_rows else None
+
+    with caplog.at_level(logging.WARNING):
+        driven, captures = capture(refusal)
+    fused = {key for key in SIZES_KEYS if key.order is LoRAOrder.FUSED and key.sizes.num_rows <= most_rows}
+    assert {*captures.done} == all_but(LoRAOrder.FUSED) | fused
+    assert bool(fused) == (most_rows > 0)
+    assert driven.lora.fused_rows == 64
+    assert driven.lora.dropped == (set() if fused else {LoRAOrder.FUSED})
+    name = "LoRA is never computed in the order FUSED"
+    reason = ", as capturing that failed: no such kernel"
+    assert caplog.messages == [
+        f"{name} in steps of more than 64 rows{reason}",
+        *([] if fused else [f"{name}{reason}"]),
     ]
 
 

@@ -60,7 +60,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 ADAPTERS = [{"r": 3}, {"r": 64, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 16, "use_rslora": True}]
 PROMPTS = ((BASE_SLOT, 1), (0, 15), (0, 16), (1, 17), (BASE_SLOT, 120), (2, 112), (1, 31), (2, 1))
 NEW_TOKENS = 6
-GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, fused_rows=64)
+GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, fused_rows=128)
 EIGHT = BatchSizes(8)
 
 

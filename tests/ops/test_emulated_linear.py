@@ -62,6 +62,7 @@ CASES = {
     "a third of four products": case([3, 12, 1], (32, 144, 1, 1, 6), 1, in_features=512, out_features=(328, 328)),
     "four warpgroups": case([20, 30], (64, 208, 1, 1, 5), ranks=[16], out_features=(328, 104)),
     "many rows, blocks share K": case([100, 5], (128, 64, 2, 2, 3), 9, ranks=[16, 30], in_features=1000, bias=True),
+    "sums where adapters were": case([100, 5], (128, 64, 2, 2, 3), 9, ranks=[16, 30], in_features=768, bias=True),
     "more rows of a large rank than a stage holds": case([70], (128, 64, 2, 1, 4), ranks=[64], out_features=(64, 64)),
     "a last block of few columns": case([4], (8, 48, 1, 2, 5), ranks=[8], out_features=(104,)),
     "sums of several splits": case([3], (8, 16, 1, 2, 5), ranks=[8], in_features=4096, out_features=(64, 64)),
@@ -142,8 +143,14 @@ def is_wrong(library: Path, name: str) -> bool:
 BREAKS = {
     "what products read is not there yet": ("linear_adapters.cuh", "await(full(), round_ & 1);", ""),
     "a stage is given back too early": ("linear.cuh", "await_products<1>();", ""),
-    "the last products are not awaited": ("linear.cuh", "await_products<0>();", ""),
-    "a stage is never given back": ("linear.cuh", "  if (num_steps > 0) ring.release_last();\n", ""),
+    "the last products are not awaited": ("linear.cuh", "  await_products<0>();\n  if (!kAtOnce", "  if (!kAtOnce"),
+    "a stage is never given back": ("linear.cuh", "  if (!kAtOnce && num_steps > 0) ring.release_last();\n", ""),
+    "a stage of many rows is given back too early": (
+        "linear.cuh",
+        "      await_products<0>();\n      ring",
+        "      ring",
+    ),
+    "a stage of many rows is never given back": ("linear.cuh", "      ring.release();\n    } else if", "    } else if"),
     "products read behind the memory": (
         "linear_params.h",
         "params.num_parts() * kLinearTileRows - tile.height",
