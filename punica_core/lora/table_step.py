@@ -16,7 +16,7 @@ from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.table_modules import TableModules
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.ops.layout import row_pitch, scratch_elements
-from punica_core.ops.linear import FEW_LINEAR_ROWS, FEW_LINEAR_SLICES, MAX_LINEAR_ROWS, takes_layer
+from punica_core.ops.linear import FEW_LINEAR_ROWS, MAX_LINEAR_ROWS, hides_shrink, takes_layer
 from punica_core.ops.plan import MAX_DECODE_ROWS
 
 
@@ -69,7 +69,7 @@ def most_fused_rows(groups: Sequence[LinearGroup], device: torch.device) -> int:
 
 def is_fused(num_rows: int, out_features: Sequence[int]) -> bool:
     """Whether a layer of slices O wide is one kernel in a step of `num_rows` rows in `LoRAOrder.FUSED`."""
-    return num_rows <= FEW_LINEAR_ROWS or len(out_features) <= FEW_LINEAR_SLICES
+    return hides_shrink(num_rows, len(out_features))
 
 
 def _takes(group: LinearGroup, num_rows: int, device: torch.device) -> bool:

@@ -59,7 +59,7 @@ def linear_tile(
     splits = 1 if out_features >= blocks * _SHORTEST_ALONE else 2
     step = 16 * splits
     height = -(-out_features * splits // (blocks * step)) * step
-    if height > _MOST_HEIGHT or 128 < height <= 192 or (rows > FEW_LINEAR_ROWS and slices > FEW_LINEAR_SLICES):
+    if height > _MOST_HEIGHT or 128 < height <= 192 or not hides_shrink(num_rows, slices):
         return None
     box = (height + rows) * 128
     boxes = 2 if _LEAST_LONG_STAGES[rows] * 2 * box <= _RING_BYTES[rows] else 1
@@ -67,6 +67,11 @@ def linear_tile(
     if stage < 2 * max_rank * (8 * slices + 16):
         return None
     return LinearTile(rows, height, splits, boxes, max(2, _RING_BYTES[rows] // stage))
+
+
+def hides_shrink(num_rows: int, slices: int) -> bool:
+    """Whether the low-rank rows of a step of `num_rows` take a block no longer than the weight of a layer."""
+    return num_rows <= FEW_LINEAR_ROWS or slices <= FEW_LINEAR_SLICES
 
 
 def takes_layer(
