@@ -5,20 +5,13 @@ namespace {
 
 // Until the kernel in front has ended, x is not what it will be, and nobody may write.
 void begin_in_front(punica::PromptParams const& params) {
-  auto const& matrix = reinterpret_cast<punica::EmulatedMap const&>(params.x);
-  auto* const x = const_cast<uint16_t*>(matrix.data);
-  auto const for_x = [=](auto visit) {
-    for (int64_t row = 0; row < matrix.rows; ++row)
-      for (int64_t column = 0; column < matrix.columns; ++column) visit(x[row * matrix.stride + column]);
-  };
-  std::vector<uint16_t> kept;
-  for_x([&](uint16_t& value) { kept.push_back(std::exchange(value, 0xffff)); });
+  auto const restore_x = punica::withhold(reinterpret_cast<punica::EmulatedMap const&>(params.x));
   auto const* const hidden = static_cast<uint16_t const*>(params.shrink.scratch.hidden);
   int64_t const elements = int64_t{params.shrink.scratch.num_rows} * params.shrink.tables.slices * params.shrink.tables.plan[punica::kRankPitch];
   std::vector<uint16_t> const before(hidden, hidden + elements);
   emulator::end_in_front = [=] {
     if (!std::equal(before.begin(), before.end(), hidden)) emulator::failure = "something is written before the kernel in front ends";
-    for_x([&, next = kept.begin()](uint16_t& value) mutable { value = *next++; });
+    restore_x();
   };
 }
 

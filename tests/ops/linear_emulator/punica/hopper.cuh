@@ -16,6 +16,17 @@ struct EmulatedMap {
   int64_t box_rows;
 };
 
+// Replaces what is in the matrix by NaN, until the result is called.
+inline std::function<void()> withhold(EmulatedMap const& matrix) {
+  auto const for_each = [=, data = const_cast<uint16_t*>(matrix.data)](auto visit) {
+    for (int64_t row = 0; row < matrix.rows; ++row)
+      for (int64_t column = 0; column < matrix.columns; ++column) visit(data[row * matrix.stride + column]);
+  };
+  std::vector<uint16_t> kept;
+  for_each([&](uint16_t& value) { kept.push_back(std::exchange(value, 0xffff)); });
+  return [=] { for_each([next = kept.begin()](uint16_t& value) mutable { value = *next++; }); };
+}
+
 inline uint32_t shared_address(void const* pointer) { return static_cast<uint32_t>(static_cast<char const*>(pointer) - emulator::own_block().shared.data()); }
 inline uint32_t kept(uint32_t value) { return value; }
 
