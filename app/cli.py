@@ -22,6 +22,7 @@ from app.adapter_survey import SurveyThread
 from app.banner import Spinner, ready_text, say
 from app.service import Service, version
 from app.settings import Settings
+from app.start_watch import StartWatch, call_watched, on_daemon_thread
 from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
 
@@ -104,7 +105,11 @@ def _add_key(parser: argparse.ArgumentParser, name: str, default: Any, help_text
 
 def _serve(options: argparse.Namespace, connect: Connect) -> int:
     given = {name: value for name in settings.all_keys() if (value := getattr(options, name)) is not _UNSET}
-    chosen = settings.load(given, os.environ, options.config)
+    chosen = call_watched(
+        lambda: settings.load(given, os.environ, options.config),
+        settings.START_TIMEOUT,
+        "reading the settings and looking at the folders that they name",
+    )
     logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))  # our own lines say it
     with _bind(chosen) as listener:
@@ -151,7 +156,8 @@ def _notice_vanished_clients(listener: socket.socket, seconds: float) -> None:
 async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> None:
     host, port = listener.getsockname()[:2]
     with Spinner() as spinner:
-        service = Service(chosen, connect, spinner.on_progress)
+        watch = StartWatch(chosen.start_timeout, "looking at the files and folders that the settings name")
+        service = await watch.wait_for(on_daemon_thread(lambda: Service(chosen, connect, spinner.on_progress)))
         service.begin_start()
         surveying = SurveyThread(service.registry, chosen.max_lora_rank)  # it ends before most workers are ready
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.

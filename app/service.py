@@ -21,6 +21,7 @@ from app.keys import ApiKey, KeyStore
 from app.limits import KeyUsages
 from app.metrics import Metrics
 from app.settings import Settings
+from app.start_watch import StartWatch, on_daemon_thread
 from app.supervisor import State, Supervisor
 from app.template_processes import AdapterTemplate
 from app.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class Service:
         config = settings.engine_config()
         _check_folders(config)
         self.settings = settings
+        self._on_progress = on_progress
         self.base_name = settings.base_name
         self.created = int(time.time())
         self.version = version()
@@ -109,6 +111,7 @@ class Service:
             on_ready=self._on_ready,
             on_progress=on_progress,
             stall_timeout=settings.stall_timeout,
+            start_timeout=settings.start_timeout,
         )
         self.batcher = Batcher(
             self.supervisor.submit,
@@ -215,7 +218,8 @@ class Service:
         return self._starting
 
     async def start(self) -> None:
-        """Start the engine, then read the tokenizer. Raises ConfigError or WorkerLost, with the engine stopped."""
+        """Start the engine, then read the tokenizer. Raises ConfigError, or WorkerLost, also when that makes no
+        progress, with the engine stopped."""
         await self.begin_start()
         self._watching = asyncio.create_task(self.keys.watch(), name="keys")
         if self.keys.is_open and self.settings.enable_admin:
@@ -224,14 +228,21 @@ class Service:
     async def _start(self) -> None:
         layout = await self.supervisor.start()
         try:
-            folder = await tokenizer_folder(Path(layout.model_dir), self.settings.cache)
-            template = _read_template(self.settings.chat_template)
-            self._tokenizer = await asyncio.to_thread(Tokenizer.load, folder, layout.vocab_size, template)
+            step = Progress("reading the tokenizer and the chat template", 1.0)
+            self._on_progress(step)
+            watch = StartWatch(self.settings.start_timeout, step.what)
+            self._tokenizer = await watch.wait_for(self._load_tokenizer(layout))
             if self.settings.adapter_chat_templates:
                 self._templates = AdapterTemplates(self._tokenizer.special_tokens, self.adapter_files)
         except BaseException:
             await self.supervisor.stop()
             raise
+
+    async def _load_tokenizer(self, layout: EngineLayout) -> Tokenizer:
+        folder = await tokenizer_folder(Path(layout.model_dir), self.settings.cache)
+        return await on_daemon_thread(
+            lambda: Tokenizer.load(folder, layout.vocab_size, _read_template(self.settings.chat_template))
+        )
 
     def begin_drain(self) -> None:
         """Take no new work from now on."""

@@ -22,6 +22,8 @@ from punica_core.config import Device, DType, EngineConfig, LoadFormat, LogLevel
 from punica_core.errors import ConfigError
 
 ENV_PREFIX = "PUNICA_"
+START_TIMEOUT = 600.0
+"""Default of start_timeout, and the bound on what comes before its value is known."""
 YAML_VALUE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What YAML's constructors raise, besides its own errors, for values that are not of the type they are tagged with."""
 
@@ -96,6 +98,10 @@ class Settings:
     )
     stream_keep_alive: float = _key(15.0, "seconds of silence after which a stream sends a comment")
     drain_timeout: float = _key(30.0, "seconds that running requests get to finish after SIGTERM")
+    start_timeout: float = _key(
+        START_TIMEOUT,
+        "seconds that the start may make no progress before it is ended with an error that names its step",
+    )
     stall_timeout: float = _key(
         60.0, "a step longer than this, and than 10x the slowest one so far, restarts the worker"
     )
@@ -120,6 +126,7 @@ class Settings:
             "max_body_bytes",
             "max_total_body_bytes",
             "drain_timeout",
+            "start_timeout",
             "stall_timeout",
             "request_timeout",
             "send_timeout",

@@ -4,7 +4,8 @@
 
 While RESTARTING new work is refused at once (503 with Retry-After) rather than queued: a model takes seconds to minutes
 to load, and clients' SDKs retry by themselves. A restart that takes longer than `stall_timeout` and than ten times the
-slowest start is given up for another. The first start is different: its failure, and its length, are the caller's.
+slowest start is given up for another. The first start is different: nobody knows how long it takes, so it may go on
+while it makes progress (`app.start_watch`), and its failure is the caller's.
 
 A stall is a step that takes longer than `stall_timeout` and than ten times the slowest step seen; it counts from the
 step's start, so a long queue or an idle engine is never one. An idle worker that does not say anything to new work for
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from app.start_watch import StartWatch
 from punica_core.client import EngineClient
 from punica_core.config import EngineConfig, EngineLayout
 from punica_core.errors import EngineRestarting, PunicaError, WorkerLost
@@ -35,6 +37,7 @@ SECOND_LOOK = 0.2
 """Seconds between finding that a worker has stalled and believing it."""
 PING_SECONDS = 10.0
 """How long an idle worker may say nothing before it is pinged."""
+_FIRST_STEP = "starting the worker process"
 
 
 class State(enum.StrEnum):
@@ -98,7 +101,8 @@ class Supervisor:
     """Owner of the EngineClient.
 
     connect: makes a client for one life. on_event: gets every event of a ready engine. on_lost: called once for each
-    loss, before any restart. stall_timeout: seconds. clock: monotonic seconds, an argument for tests.
+    loss, before any restart. stall_timeout: seconds. start_timeout: seconds that the first start may make no progress.
+    clock: monotonic seconds, an argument for tests.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Supervisor:
         on_ready: Callable[[EngineLayout], None],
         on_progress: Callable[[Progress], None],
         stall_timeout: float,
+        start_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect = connect
@@ -127,6 +132,7 @@ class Supervisor:
         self._stalled = False
         self._ready_at = 0.0
         self._start_bound = stall_timeout
+        self._watch = StartWatch(start_timeout, _FIRST_STEP, self._num_bytes)
         self._backoff = FIRST_BACKOFF
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -141,8 +147,8 @@ class Supervisor:
         return max(1, round(self._backoff))
 
     async def start(self) -> EngineLayout:
-        """The first life. Raises ConfigError or WorkerLost; nothing is retried."""
-        layout = await self._start_life()
+        """The first life. Raises ConfigError, or WorkerLost, also when it makes no progress; nothing is retried."""
+        layout = await self._watch.wait_for(self._start_life())
         self._spawn(self._watch_stalls(), "stall-watch")
         return layout
 
@@ -177,10 +183,11 @@ class Supervisor:
 
     async def _start_life(self) -> EngineLayout:
         began = self._clock()
+        self._watch.on_progress(Progress(_FIRST_STEP))
         client = self._client = self._connect()
         client.set_handlers(self._handle_event, self._handle_loss)
         try:
-            layout = await client.start(self._config, self._on_progress)
+            layout = await client.start(self._config, self._note_progress)
         except BaseException:
             await self._end_life()
             raise
@@ -199,12 +206,19 @@ class Supervisor:
                 await self._start_life()
         except TimeoutError:
             self._start_bound = 2 * bound
-            raise WorkerLost(f"It was not ready within {bound:.1f} s.") from None
+            raise WorkerLost(f"It was not ready within {bound:.1f} s ({self._watch.what}).") from None
 
     async def _end_life(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.stop()
+
+    def _note_progress(self, progress: Progress) -> None:
+        self._watch.on_progress(progress)
+        self._on_progress(progress)
+
+    def _num_bytes(self) -> int | None:
+        return None if self._client is None else self._client.num_bytes()
 
     def _handle_event(self, event: Event) -> None:
         self._stall.on_event(event, self._clock())

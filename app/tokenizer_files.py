@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sys
 from pathlib import Path
 
+from app.start_watch import on_daemon_thread
 from punica_core.errors import ConfigError
 
 _SOURCES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json", "spiece.model")
@@ -17,18 +19,24 @@ async def tokenizer_folder(model_dir: Path, cache: str = "") -> Path:
     """A folder with tokenizer.json. Raises ConfigError if there is none and none can be made.
 
     The conversion needs transformers, which this process does not import; its result is kept in the cache, by the state
-    of the files it was made from.
+    of the files it was made from. Files are looked at on a thread of its own, which may hang.
     """
+    folder, is_there = await on_daemon_thread(lambda: _find(model_dir, cache))
+    if not is_there:
+        await _convert(model_dir, folder)
+    return folder
+
+
+def _find(model_dir: Path, cache: str) -> tuple[Path, bool]:
+    """The folder, and whether tokenizer.json is there already."""
     if (model_dir / "tokenizer.json").is_file():
-        return model_dir
+        return model_dir, True
     sources = [model_dir / name for name in _SOURCES if (model_dir / name).is_file()]
     if not sources:
         raise ConfigError(f"{model_dir} has neither tokenizer.json nor files that one could be made from.")
     root = Path(cache) if cache else Path.home() / ".cache" / "punica"
     target = root / "tokenizers" / _digest(model_dir, sources)
-    if not (target / "tokenizer.json").is_file():
-        await _convert(model_dir, target)
-    return target
+    return target, (target / "tokenizer.json").is_file()
 
 
 def _digest(model_dir: Path, sources: list[Path]) -> str:
@@ -41,7 +49,12 @@ async def _convert(model_dir: Path, target: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *_CONVERTER, str(model_dir), str(target), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
-    _, stderr = await process.communicate()
+    try:
+        _, stderr = await process.communicate()
+    except asyncio.CancelledError:  # it took too long; nobody waits for its end
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
     if process.returncode != 0:
         reason = stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
         raise ConfigError(

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -42,6 +43,10 @@ _SEQUENCE_BYTES = 32 * 1024
 """Most that a token id, and all but the token ids of a sequence, take in a frame."""
 
 
+_BYTE_COUNTERS = (b"rchar", b"wchar", b"read_bytes")
+"""Of /proc/PID/io: calls to read and write, and what was fetched from disks for files that are mapped."""
+
+
 class EngineClient(Protocol):
     """One life of an engine: `start`, then submit and cancel, until `stop` or until it is lost.
 
@@ -65,6 +70,9 @@ class EngineClient(Protocol):
 
     def ping(self) -> None:
         """Have the engine say something: an event follows."""
+
+    def num_bytes(self) -> int | None:
+        """Bytes that the engine has read and written so far, which tells whether it starts; None if nobody counts."""
 
     def kill(self) -> None:
         """End a stalled engine by force; `on_lost` follows."""
@@ -203,6 +211,16 @@ class WorkerClient:
 
     def ping(self) -> None:
         self._send(protocol.Ping())
+
+    def num_bytes(self) -> int | None:
+        if self._process is None:
+            return None
+        try:  # the kernel's own table: no look at a disk
+            lines = Path(f"/proc/{self._process.pid}/io").read_bytes().splitlines()
+        except OSError:
+            return None  # not Linux, or it has ended
+        counters = dict(line.split(b": ") for line in lines)
+        return sum(int(counters.get(name, 0)) for name in _BYTE_COUNTERS)
 
     async def stop(self) -> None:
         self._stopping = True

@@ -31,6 +31,7 @@ class Watched:
         connect: Callable[[], EngineClient],
         stall_timeout: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        start_timeout: float = 60.0,
     ) -> None:
         self.events: list[Event] = []
         self.losses: list[PunicaError] = []
@@ -43,6 +44,7 @@ class Watched:
             on_ready=self._on_ready,
             on_progress=lambda progress: None,
             stall_timeout=stall_timeout,
+            start_timeout=start_timeout,
             clock=clock,
         )
 

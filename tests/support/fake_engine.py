@@ -116,6 +116,9 @@ class FakeEngine:
         if not self.deaf:
             asyncio.get_running_loop().call_soon(self.emit, Outputs())
 
+    def num_bytes(self) -> int | None:
+        return None
+
     async def stop(self) -> None:
         self.stopped = True
         self._stop_stepping()

@@ -2,7 +2,7 @@
 
 It answers each sequence with its prompt, over and over, one token a step, but SCORED_A_STEP where logprobs are asked
 for: tokens 0 to 19 are the alternatives of each. Prompts whose first token is one of the words below make it misbehave.
-Options: --model-dir and --step-seconds.
+Options: --model-dir, --step-seconds, and --start-seconds, for which it hangs while it starts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ SCORED_A_STEP = 100
 
 
 class Worker:
-    def __init__(self, connection: socket.socket, model_dir: str, step_seconds: float) -> None:
+    def __init__(self, connection: socket.socket, model_dir: str, step_seconds: float, start_seconds: float) -> None:
         self._connection = connection
         self._model_dir = model_dir
         self._step_seconds = step_seconds
+        self._start_seconds = start_seconds
         self._buffer = b""
         self._running: dict[int, tuple[protocol.NewSequence, int]] = {}
 
@@ -50,6 +51,7 @@ class Worker:
         while not any(isinstance(command, protocol.Configure) for command in self._commands(block=True)):
             pass
         self._send(protocol.Progress("loading", 0.5))
+        time.sleep(self._start_seconds)
         self._send(protocol.Ready(layout))
         self._send(protocol.Outputs([], protocol.StepStats()))
 
@@ -135,9 +137,10 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--model-dir", default="")
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--start-seconds", type=float, default=0.0)
     options = parser.parse_args()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        Worker(socket.socket(fileno=options.fd), options.model_dir, options.step_seconds).run()
+        Worker(socket.socket(fileno=options.fd), options.model_dir, options.step_seconds, options.start_seconds).run()
 
 
 if __name__ == "__main__":
