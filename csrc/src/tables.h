@@ -4,10 +4,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "bindings.h"
 
 namespace punica {
+
+// Kernels read sixteen bytes at a time.
+inline void check_start(char const* name, torch::stable::Tensor const& tensor) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0, name, " must start on 16 bytes");
+}
 
 inline Tables make_tables(torch::stable::Tensor const& arena, torch::stable::Tensor const& table, torch::stable::Tensor const& plan) {
   STD_TORCH_CHECK(arena.scalar_type() == torch::headeronly::ScalarType::BFloat16 || arena.scalar_type() == torch::headeronly::ScalarType::Half,
@@ -20,6 +26,7 @@ inline Tables make_tables(torch::stable::Tensor const& arena, torch::stable::Ten
                   "table must be int64 [1..", kMaxSlices, " slices, N, 6] of whole records");
   STD_TORCH_CHECK(plan.dim() == 1 && plan.is_contiguous() && plan.scalar_type() == torch::headeronly::ScalarType::Int,
                   "plan must be contiguous 1-D int32");
+  for (auto const& [name, tensor] : {std::pair{"arena", &arena}, {"table", &table}, {"plan", &plan}}) check_start(name, *tensor);
   return {arena.data_ptr(), static_cast<TableRecord const*>(table.data_ptr()),
           static_cast<int32_t const*>(plan.data_ptr()), to_int(table.size(0)), to_int(table.stride(0) / record_words),
           to_int(table.stride(1) / record_words)};
@@ -28,6 +35,7 @@ inline Tables make_tables(torch::stable::Tensor const& arena, torch::stable::Ten
 inline Scratch make_scratch(torch::stable::Tensor const& v, torch::stable::Tensor const& plan, int64_t num_rows, int slices, int64_t max_rank, int num_sms,
                              bool summed) {
   STD_TORCH_CHECK(v.dim() == 1 && v.is_contiguous() && v.scalar_type() == torch::headeronly::ScalarType::Float, "v must be contiguous 1-D float32");
+  check_start("v", v);
   STD_TORCH_CHECK(max_rank >= 8 && max_rank <= kMaxRank && max_rank % 8 == 0,
                   "max_rank must be a multiple of 8 up to ", kMaxRank, ", got ", max_rank);
   int64_t const split = std::max<int64_t>(num_rows * slices * max_rank, 1);

@@ -126,7 +126,7 @@ class DeviceRunner:
                 for key in sizes.keys(step, lora=self._lora is not None):
                     if self._lora is not None and not self._lora.can_run(key.order, step.num_rows):
                         continue
-                    self._begin(batch, key.cut)
+                    self._begin(batch, key.cut, key.order)
                     self._capture(graphs, key, functools.partial(self._forward, batch, key.order))
         self.graphs = graphs
 
@@ -166,7 +166,7 @@ class DeviceRunner:
         if captured is None or self.graphs is None:
             return batch, self._run(batch, order, with_vocabulary)
         cut = False not in self.graphs.sizes.cuts(captured, order) or self._attention.wants_cut(batch.attention)
-        self._begin(batch, cut)
+        self._begin(batch, cut, order)
         return batch, self.graphs.replay(GraphKey(captured, order, cut))
 
     def _captured_sizes(self, decode: Sequence[RowPlan], prompts: Sequence[RowPlan]) -> BatchSizes | None:
@@ -177,15 +177,15 @@ class DeviceRunner:
         return self.graphs.sizes.fit(len(decode), sum(row.count for row in prompts), len(prompts))
 
     def _run(self, batch: StepBatch, order: LoRAOrder, with_vocabulary: bool = False) -> Tensor:
-        self._begin(batch, self._attention.wants_cut(batch.attention))
+        self._begin(batch, self._attention.wants_cut(batch.attention), order)
         if with_vocabulary and self._vocabulary is not None:
             self._vocabulary.begin(batch.row_slots, batch.logit_slots())
         return self._forward(batch, order, with_vocabulary=with_vocabulary)
 
-    def _begin(self, batch: StepBatch, cut: bool) -> None:
+    def _begin(self, batch: StepBatch, cut: bool, order: LoRAOrder) -> None:
         self._attention.begin(batch.attention, cut)
         if self._lora is not None:
-            self._lora.begin(batch.row_slots)
+            self._lora.begin(batch.row_slots, order)
 
     def _sample(self, sampling: Sequence[LogitsRange], logits: Tensor) -> PendingSamples | None:
         """Queue the sampling of the rows' next tokens, and keep these where the next step's rows find them."""

@@ -61,6 +61,11 @@ class SegmentPlan:
         return len(self._sent) > 0 and bool(self._sent[Header.NUM_EXPAND_SHARES])
 
     @property
+    def rank_pitch(self) -> int:
+        """The largest lora_rank of the step, rounded up to 8: ops take no max_rank below it."""
+        return int(self._sent[Header.RANK_PITCH]) if len(self._sent) else 0
+
+    @property
     def seg_indptr(self) -> Tensor:
         """int32 ``[S+1]`` view of the plan: first row of each segment, then the number of rows."""
         return self.plan[HEADER_WORDS : HEADER_WORDS + self.num_segments + 1]

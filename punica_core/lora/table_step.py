@@ -150,9 +150,18 @@ class TableLoRA:
             return best if few else LoRAOrder.BESIDE
         return best
 
-    def begin(self, row_slots: Int32Array) -> None:
-        """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device."""
+    def begin(self, row_slots: Int32Array, order: LoRAOrder = LoRAOrder.BESIDE) -> None:
+        """Describe the next step: int32 [T], the slot of each row, -1 without adapter. Nothing waits for the device.
+
+        order: in which it will be computed, by a graph that is replayed too.
+
+        Raises:
+            ValueError: a lora_rank is above the max_rank that the order's kernels are given.
+        """
         self._segments.set_rows(row_slots, self._slot_rank)
+        largest = self._segments.rank_pitch
+        if order is LoRAOrder.FUSED and largest > MAX_FUSED_RANKS:
+            raise ValueError(f"the step has lora_ranks up to {largest}, {order.name} takes at most {MAX_FUSED_RANKS}")
 
     def product(
         self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None

@@ -56,12 +56,14 @@ def lora_shrink(
     of v is defined afterwards.
 
     Args:
-        v: fp32 ``[numel]``, numel >= T*slices*max_rank; ``layout.scratch_elements`` says how much is best.
+        v: fp32 ``[numel]`` that starts on 16 bytes, numel >= T*slices*max_rank; ``layout.scratch_elements`` says how
+            much is best.
         x: ``[T, I]``, rows contiguous, dtype of the arena.
         arena: 1-D, bf16 or fp16 (CPU also fp32).
         table: int64 ``[slices, N, 6]``.
-        plan: int32 ``[capacity]``, with counters at its end that are zero between calls.
-        max_rank: bound of every lora_rank in the table.
+        plan: int32 ``[capacity]`` of at most T rows, with counters at its end that are zero between calls: what uses
+            one plan runs one after another, on one stream or in an order that the caller makes.
+        max_rank: bound of every lora_rank in the plan; ``SegmentPlan.rank_pitch`` is the least that will do.
         summed: the parts are added here, in place of by each block of ``lora_expand``: this call takes a microsecond
             longer, which what runs beside it hides, and that one is shorter.
         beside: what follows on the stream, up to the next ``lora_expand``, neither reads v nor writes x, and the first
@@ -117,7 +119,7 @@ def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan:
     it.
 
     Args:
-        v: fp32 scratch (mutated), numel >= T*max_rank.
+        v: fp32 scratch (mutated) that starts on 16 bytes, numel >= T*max_rank.
         token_ids: int32 or int64 ``[T]``, each below the V of the adapters of its rows.
         arena, table, plan, max_rank: as for ``lora_shrink``; one slice.
     """

@@ -52,6 +52,9 @@ def _check_scratch(v: Tensor, num_rows: int, slices: int, max_rank: int) -> None
         max_rank % ROW_ALIGNMENT == 0 and 0 < max_rank <= MAX_RANK,
         lambda: f"max_rank must be a multiple of {ROW_ALIGNMENT} up to {MAX_RANK}, got {max_rank}",
     )
+    torch._check(
+        v.storage_offset() * v.itemsize % 16 == 0, lambda: f"v must start on 16 bytes, not at {v.storage_offset()}"
+    )
     need = num_rows * slices * max_rank
     torch._check(v.numel() >= need, lambda: f"v holds {v.numel()} floats, want at least T*slices*max_rank = {need}")
 

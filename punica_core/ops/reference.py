@@ -69,9 +69,12 @@ def _matrix(arena: Tensor, offset: int, rows: int, width: int, pitch: int) -> Te
     return arena[offset : offset + rows * pitch].view(rows, pitch)[:, :width]
 
 
-def _scratch(v: Tensor, num_rows: int, slices: int, plan: Tensor) -> Tensor:
-    """The first split of v: [T, slices, pitch of the plan]."""
-    pitch = int(plan[Header.RANK_PITCH])
+def _scratch(v: Tensor, num_rows: int, slices: int, plan: Tensor, max_rank: int) -> Tensor:
+    """The first split of v: [T, slices, pitch of the plan]. RuntimeError if the step of the plan does not fit there."""
+    header = plan[:HEADER_WORDS].tolist()
+    rows, pitch = header[Header.NUM_ROWS], header[Header.RANK_PITCH]
+    torch._check(pitch <= max_rank, lambda: f"the plan has lora_ranks up to {pitch}, max_rank is {max_rank}")
+    torch._check(rows <= num_rows, lambda: f"the plan has {rows} rows, the step {num_rows}: want as many at least")
     return v[: num_rows * slices * pitch].view(num_rows, slices, pitch)
 
 
@@ -87,7 +90,7 @@ def lora_shrink(
     beside: bool = False,
 ) -> None:
     check_shrink(v, x, arena, table, plan, max_rank)
-    out = _scratch(v, x.size(0), table.size(0), plan)
+    out = _scratch(v, x.size(0), table.size(0), plan, max_rank)
     for rows, slot in segments(plan):
         for index in range(table.size(0)):
             record = read_record(table, index, slot)
@@ -98,7 +101,7 @@ def lora_shrink(
 
 def lora_embed(v: Tensor, token_ids: Tensor, arena: Tensor, table: Tensor, plan: Tensor, max_rank: int) -> None:
     check_embed(v, token_ids, arena, table, plan, max_rank)
-    out = _scratch(v, token_ids.size(0), 1, plan)
+    out = _scratch(v, token_ids.size(0), 1, plan, max_rank)
     for rows, slot in segments(plan):
         record = read_record(table, 0, slot)
         if record.lora_rank:
@@ -123,7 +126,7 @@ def lora_expand(
 ) -> None:
     sizes = (out_features, in_features, max_rank)
     check_expand(y, v, arena, table, plan, *sizes, summed=summed, overwrite=overwrite)
-    hidden = _scratch(v, y.size(0), table.size(0), plan)
+    hidden = _scratch(v, y.size(0), table.size(0), plan, max_rank)
     if overwrite:
         y.zero_()
     for rows, columns, delta, record in _added(hidden, arena, table, plan, out_features):
@@ -184,7 +187,7 @@ def lora_linear(
 ) -> None:
     check_linear(y, v, x, weight, bias, arena, table, plan, out_features, max_rank)
     lora_shrink(v, x, arena, table, plan, max_rank)
-    hidden = _scratch(v, y.size(0), table.size(0), plan)
+    hidden = _scratch(v, y.size(0), table.size(0), plan, max_rank)
     out = x.float() @ weight.float().T
     if bias is not None:
         out += bias.float()

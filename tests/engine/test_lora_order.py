@@ -215,3 +215,19 @@ def test_a_captured_step_is_replayed_in_the_order_of_its_padded_size(folders: Ca
         assert [(key.order, key.sizes.num_prompt_rows) for key in graphs.keys] == [
             (order, 64 if sum(length for _, length in prompts) <= 64 else 384)
         ]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_step_of_larger_lora_ranks_than_its_order_takes_is_not_launched(
+    captured: bool, folders: Callable[[str], list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial("llama", folders("llama"), "cpu", ((BASE_SLOT, 9), (0, 3)))
+    lora, sequences = trial.driven.lora, [row.sequence for row in trial.rows]
+    assert lora is not None
+    if captured:
+        trial.driven.runner.graphs = RecordingGraphs(trial.driven.loaded.vocab_size)  # type: ignore[assignment]
+    monkeypatch.setattr(lora, "order", lambda row_slots: LoRAOrder.FUSED)
+    trial.driven.step(sequences)
+    lora._slot_rank[0] = 70
+    with pytest.raises(ValueError, match="lora_ranks up to 72, FUSED takes at most 64"):
+        trial.driven.step(sequences)

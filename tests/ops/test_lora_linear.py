@@ -274,6 +274,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LinearTile]]:
         yield tiles
 
 
+def with_batch(layer: Layer, **changes: Any) -> Layer:
+    return dataclasses.replace(layer, batch=dataclasses.replace(layer.batch, **changes))
+
+
 def shifted(tensor: Tensor) -> Tensor:
     """The same values in memory that starts 8 bytes behind a multiple of 16."""
     by = 8 // tensor.itemsize
@@ -302,7 +306,7 @@ def test_a_call_goes_to_the_kernel_or_to_what_gives_the_same(launches, dtype, bi
         lambda layer: dataclasses.replace(layer, weight=shifted(layer.weight)),
         lambda layer: dataclasses.replace(layer, bias=shifted(layer.bias)),
         lambda layer: dataclasses.replace(layer, bias=layer.bias.repeat_interleave(2)[::2]),
-        lambda layer: dataclasses.replace(layer, batch=dataclasses.replace(layer.batch, x=shifted(layer.batch.x))),
+        lambda layer: with_batch(layer, x=shifted(layer.batch.x)),
     ],
     ids=["weight", "bias", "strided bias", "x"],
 )
@@ -368,9 +372,12 @@ def test_what_has_no_tile(wrong) -> None:
         (lambda layer: dataclasses.replace(layer, weight=layer.weight[:-1]), "is not x"),
         (lambda layer: dataclasses.replace(layer, weight=layer.weight.double()), "one dtype"),
         (lambda layer: dataclasses.replace(layer, bias=torch.zeros(3)), "bias must be"),
+        (lambda layer: with_batch(layer, v=layer.batch.v[2:]), "v must start on 16 bytes"),
+        (lambda layer: with_batch(layer, max_rank=8), "lora_ranks up to 16, max_rank is 8"),
+        (lambda layer: with_batch(layer, x=layer.batch.x[:1], y=layer.batch.y[:1]), "the plan has 2 rows, the step 1"),
     ],
-    ids=["width", "dtype", "bias"],
+    ids=["width", "dtype", "bias", "start", "ranks", "rows"],
 )
 def test_wrong_arguments_are_named(change, message) -> None:
     with pytest.raises(RuntimeError, match=message):
-        change(make_layer([0, 0], dtype=torch.float32, device="cpu")).run()
+        change(make_layer([0, 0], ranks=[13], dtype=torch.float32, device="cpu")).run()

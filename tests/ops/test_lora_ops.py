@@ -363,15 +363,18 @@ def test_opcheck(device, dtype, op, options) -> None:
         (lambda b: {"x": b.x.double()}, "one dtype"),
         (lambda b: {"x": b.x.T.contiguous().T}, "contiguous rows"),
         (lambda b: {"v": b.v[:10]}, "want at least"),
+        (lambda b: {"v": b.v[1:]}, "v must start on 16 bytes"),
         (lambda b: {"table": b.table[0]}, "slices, N, 6"),
         (lambda b: {"table": torch.zeros(1, 4, 7, dtype=torch.int64)[:, :, :6]}, "whole records"),
         (lambda b: {"plan": b.plan.plan.long()}, "int32"),
         (lambda b: {"max_rank": 9}, "multiple of 8"),
+        (lambda b: {"max_rank": 8}, "lora_ranks up to 16, max_rank is 8"),
+        (lambda b: {"x": b.x[:2]}, "the plan has 3 rows, the step 2"),
     ],
-    ids=["dtype", "stride", "scratch", "table", "records", "plan", "max_rank"],
+    ids=["dtype", "stride", "scratch", "start", "table", "records", "plan", "max_rank", "ranks", "rows"],
 )
 def test_wrong_arguments_are_named(change, message) -> None:
-    batch = make_batch(rows_of([3]), ranks=[8])
+    batch = make_batch(rows_of([3]), ranks=[13])
     arguments = {
         "v": batch.v,
         "x": batch.x,

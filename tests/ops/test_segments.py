@@ -81,7 +81,7 @@ def test_tiles_are_as_high_as_can_be_in_steps_of_any_number_of_rows(padding: int
 def test_low_rank_rows_lie_as_far_apart_as_the_steps_largest_rank_needs(slots: list[int], pitch: int) -> None:
     plan = SegmentPlan(8, max_rank=256)
     plan.set_rows(np.asarray(slots, np.int32), SLOT_RANK)
-    assert plan.plan[Header.RANK_PITCH] == pitch
+    assert plan.plan[Header.RANK_PITCH] == plan.rank_pitch == pitch
 
 
 def test_an_empty_segment_moves_nothing_apart() -> None:
