@@ -1,8 +1,8 @@
 """`python -m app.template_child`: renders chat templates whose authors need not be trusted with the server's time.
 
 Reads jobs (pickles of the server, which is trusted) from stdin, writes answers (a length of 8 bytes, then MessagePack)
-to stdout. A job that takes too long is the end of this process, by a signal that no loop in a template can hold back.
-So is the end of the server.
+to stdout; first of all a byte once it is ready. A job that takes too long is the end of this process, by a signal that
+no loop in a template can hold back. So is the end of the server.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from punica_core.errors import InvalidRequest, PunicaError, to_wire
 
 MAX_MEMORY = 4 << 30
 """Bytes of address space: a template may also make a text that is too long."""
+READY = b"!"
+"""What it says first, when it has been started."""
 _MAX_COMPILED = 64
 
 
@@ -78,6 +80,8 @@ def main() -> None:
     """Serve the server's pipes."""
     with contextlib.suppress(ValueError, OSError):  # there is a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
