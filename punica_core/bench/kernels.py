@@ -77,8 +77,8 @@ def measure_points(peers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_groups() -> list[dict[str, Any]]:
-    """Fused groups of Llama-3.1-8B, with the base product, a cuBLAS loop and gather + bmm beside some of them."""
+def measure_groups(*, competitors: bool = True) -> list[dict[str, Any]]:
+    """Fused groups of Llama-3.1-8B; ``competitors``: base product, cuBLAS loop and gather + bmm beside some of them."""
     rows = []
     for group in LLAMA_8B:
         for ranks in ((8,), (16,), (32,), (64,), (128,), _MIXED):
@@ -91,7 +91,7 @@ def measure_groups() -> list[dict[str, Any]]:
                 moved = adapter_bytes(group, step.ranks) + 2 * batch * (group.in_features + 2 * sum(group.out_features))
                 row["bytes"] = moved
                 row["bandwidth_share"] = round(moved / row["us"] / FLOOR_BYTES_PER_US, 3)
-                if batch in _COMPETITOR_BATCHES and ranks == (16,):
+                if competitors and batch in _COMPETITOR_BATCHES and ranks == (16,):
                     row |= _measure_competitors(case)
                 rows.append(row)
                 _line(row)
@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line of the module."""
     parser = argparse.ArgumentParser(prog="python -m punica_core.bench.kernels", description=__doc__)
     parser.add_argument("--section", action="append", choices=SECTIONS, help="default: all")
+    parser.add_argument("--only-ours", action="store_true", help="leave out the competitors beside fused groups")
     parser.add_argument("--peers", type=Path, help="JSON lines of other systems' times")
     parser.add_argument("--library", type=Path, help="compiled kernels; default: prebuilt or built on the spot")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="directory of kernels.json and .png")
@@ -199,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["points"] = measure_points(peers)
         result["summary"] = summarise(result["points"])
     if "groups" in sections:
-        result["groups"] = measure_groups()
+        result["groups"] = measure_groups(competitors=not args.only_ours)
+        result["groups_summary"] = summarise(result["groups"])
     if "model" in sections:
         result["model"] = measure_model()
     if "prefill" in sections:
@@ -208,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.output / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
     if "points" in sections:
         plot_roofline(result["points"], args.output / "kernels.png")
-        print(json.dumps(result["summary"]))
+    for summary in ("summary", "groups_summary"):
+        if summary in result:
+            print(json.dumps(result[summary]))
     return 0
 
 
