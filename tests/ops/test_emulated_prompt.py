@@ -203,7 +203,8 @@ BREAKS = {
 def test_a_broken_kernel_is_noticed(nvcc, tmp_path, name) -> None:
     text, broken = BREAKS[name]
     sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
-    headers = [sources / "include" / "punica" / f"prompt_{name}" for name in ("shrink.cuh", "walk.cuh", "params.h")]
+    names = ("shrink.cuh", "memory.cuh", "walk.cuh", "params.h")
+    headers = [sources / "include" / "punica" / f"prompt_{name}" for name in names]
     assert sum(header.read_text().count(text) for header in headers) == 1
     for header in headers:
         header.write_text(header.read_text().replace(text, broken))
