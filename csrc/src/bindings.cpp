@@ -37,6 +37,11 @@ void dispatch(Tensor const& arena, char const* what, cudaError_t (*bf16)(Params 
   check_cuda((arena.scalar_type() == ScalarType::BFloat16 ? bf16 : fp16)(params, config), what);
 }
 
+bool has_prompt_clusters(Tensor const& arena, punica::Scratch const& scratch, punica::LaunchConfig const& config) {
+  auto const clusters = arena.scalar_type() == ScalarType::BFloat16 ? punica::prompt_clusters<__nv_bfloat16> : punica::prompt_clusters<__half>;
+  return clusters(scratch, config).count > 0;
+}
+
 punica::PromptParams make_prompt(punica::ShrinkParams const& shrink, Tensor const& x, Tensor const& arena) {
   punica::ArenaMatrix const matrix(arena.numel(), shrink.in_features);
   auto const row_bytes = static_cast<cuuint64_t>(shrink.in_features) * 2;
@@ -62,7 +67,7 @@ void lora_shrink(Tensor v, Tensor x, Tensor arena, Tensor table, Tensor plan, in
   params.x_stride = x.stride(0);
   params.in_features = to_int(x.size(1));
   params.beside = beside && config.dependent_launch;
-  if (punica::takes_prompt(params, config)) {
+  if (punica::takes_prompt(params, config) && has_prompt_clusters(arena, params.scratch, config)) {
     auto const prompt = make_prompt(params, x, arena);
     dispatch(arena, "lora_shrink", punica::launch_prompt<__nv_bfloat16>, punica::launch_prompt<__half>, prompt, config);
     return;

@@ -37,7 +37,7 @@ inline LaunchConfig launch_config(torch::stable::Tensor const& on_device) {
   check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "device");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
   check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "device");
-  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream), major == 9 && minor == 0};
+  return {num_sms, major >= 9, static_cast<cudaStream_t>(stream), major == 9 && minor == 0, device};
 }
 
 }  // namespace punica

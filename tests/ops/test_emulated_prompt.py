@@ -15,7 +15,13 @@ from torch import Tensor
 from punica_core.ops.build import source_directory
 from punica_core.ops.layout import Header, row_pitch
 from tests.ops.linear_emulator import KernelFailed
-from tests.ops.linear_emulator.prompt import LARGE_CLUSTER, PROMPT_KERNELS, SMALL_CLUSTER, emulated_prompt_shrink
+from tests.ops.linear_emulator.prompt import (
+    LARGE_CLUSTER,
+    PROMPT_KERNELS,
+    SMALL_CLUSTER,
+    PromptRoom,
+    emulated_prompt_shrink,
+)
 from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, make_batch, rows_of
 from tests.support.numerics import assert_as_exact_as_torch
@@ -151,6 +157,38 @@ def test_what_the_kernel_does_not_take_is_refused(library, change) -> None:
     batch.x = {"rows": batch.x[:256], "width": wide[:, :504], "start": wide[:, 4:516]}[change]
     with pytest.raises(ValueError, match="does not take"):
         emulated_prompt_shrink(library, batch)
+
+
+@pytest.mark.parametrize(
+    ("room", "num_rows", "clusters"),
+    [
+        ((30, 62), 1984, (8, 30)),
+        ((30, 62), 1985, (4, 62)),
+        ((40, 80), 300, (8, 33)),
+        ((0, 14), 300, (4, 14)),
+        ((3, 0), 5000, (8, 3)),
+        ((0, 0), 300, (4, 0)),
+    ],
+    ids=str,
+)
+def test_clusters_are_of_a_size_that_the_gpu_has_room_for(library, room, num_rows, clusters) -> None:
+    gpu = PromptRoom(library)
+    device = 1000 + gpu.times_asked
+    gpu.set(*room)
+    assert gpu.clusters(num_rows, device) == clusters
+
+
+def test_each_gpu_is_asked_once(library) -> None:
+    gpu = PromptRoom(library)
+    first, second = 2000 + gpu.times_asked, 3000 + gpu.times_asked
+    gpu.set(30, 62)
+    assert gpu.clusters(300, first) == (8, 30)
+    gpu.set(0, 5)
+    asked = gpu.times_asked
+    assert gpu.clusters(300, first) == (8, 30)
+    assert gpu.times_asked == asked
+    assert gpu.clusters(300, second) == (4, 5)
+    assert gpu.clusters(300, first) == (8, 30)
 
 
 def is_wrong(library: Path, case: Case) -> bool:

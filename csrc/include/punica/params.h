@@ -84,6 +84,7 @@ struct LaunchConfig {
   bool dependent_launch;  // programmatic dependent launch: sm_90 and newer
   cudaStream_t stream;
   bool hopper = false;  // compute capability 9.0: kernels for sm_90a run
+  int device = 0;
 };
 
 struct ShrinkParams {

@@ -45,6 +45,16 @@ inline bool takes_prompt(ShrinkParams const& params, LaunchConfig const& config)
   return fits && aligned && params.in_features > 0 && params.in_features % kPromptColumns == 0 && params.scratch.summed && !params.beside;
 }
 
+// What a step is shrunk in: none if the GPU has no room for a cluster. Parts of a GPU may have too few multiprocessors that lie together.
+struct PromptClusters {
+  int blocks;  // of a cluster
+  int count;
+};
+
+template <typename T>
+PromptClusters prompt_clusters(Scratch const& scratch, LaunchConfig const& config);
+
+// If there are clusters.
 template <typename T>
 cudaError_t launch_prompt(PromptParams const& params, LaunchConfig const& config);
 

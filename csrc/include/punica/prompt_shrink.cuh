@@ -8,6 +8,7 @@
 
 #include "punica/cluster.cuh"
 #include "punica/hopper.cuh"
+#include "punica/per_device.h"
 #include "punica/prompt_memory.cuh"
 #include "punica/prompt_walk.cuh"
 #include "punica/shrink.cuh"
@@ -232,24 +233,38 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocksPerSm) prompt_ker
 #endif
 }
 
+// Clusters of either size that a GPU has room for at the same time.
+struct PromptRoom {
+  int large;
+  int small;
+};
+
 template <typename T, int kBlocks>
-cudaError_t launch_prompt_clusters(PromptParams const& params, LaunchConfig const& config) {
+int prompt_room() {
   auto* const kernel = prompt_kernel<T, kBlocks>;
-  cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPromptSharedBytes);
-  if (allowed != cudaSuccess) return allowed;
-  cudaError_t const shared_first = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (shared_first != cudaSuccess) return shared_first;
+  bool const asked = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPromptSharedBytes) == cudaSuccess &&
+                     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) == cudaSuccess;
+  int const room = asked ? clusters_at_once(kernel, kPromptThreads, kBlocks, kPromptSharedBytes) : 0;
+  if (room == 0) static_cast<void>(cudaGetLastError());  // that there is none is no error of a later call
+  return room;
+}
+
+template <typename T>
+PromptClusters prompt_clusters(Scratch const& scratch, LaunchConfig const& config) {
+  static PerDevice<PromptRoom> rooms;
+  PromptRoom const room = rooms.of(config.device, [] { return PromptRoom{prompt_room<T, kLargeCluster>(), prompt_room<T, kSmallCluster>()}; });
+  bool const large = room.large > 0 && (scratch.num_rows <= kLargeClusterRows || room.small == 0);
+  int const blocks = large ? kLargeCluster : kSmallCluster;
   // Clusters that wait for a place would begin their first tile last.
-  static int const at_once = clusters_at_once(kernel, kPromptThreads, kBlocks, kPromptSharedBytes);
-  if (at_once < 1) return cudaErrorInvalidClusterSize;
-  int const clusters = min(max(params.shrink.scratch.num_blocks / kBlocks, 1), at_once);
-  return launch_clusters(kernel, clusters * kBlocks, kPromptThreads, kBlocks, kPromptSharedBytes, params, config);
+  return {blocks, min(max(scratch.num_blocks / blocks, 1), large ? room.large : room.small)};
 }
 
 template <typename T>
 cudaError_t launch_prompt(PromptParams const& params, LaunchConfig const& config) {
-  bool const few = params.shrink.scratch.num_rows <= kLargeClusterRows;
-  return (few ? launch_prompt_clusters<T, kLargeCluster> : launch_prompt_clusters<T, kSmallCluster>)(params, config);
+  PromptClusters const clusters = prompt_clusters<T>(params.shrink.scratch, config);
+  if (clusters.count < 1) return cudaErrorInvalidClusterSize;
+  auto* const kernel = clusters.blocks == kLargeCluster ? prompt_kernel<T, kLargeCluster> : prompt_kernel<T, kSmallCluster>;
+  return launch_clusters(kernel, clusters.count * clusters.blocks, kPromptThreads, clusters.blocks, kPromptSharedBytes, params, config);
 }
 
 }  // namespace punica

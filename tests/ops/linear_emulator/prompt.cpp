@@ -21,10 +21,27 @@ extern "C" {
 
 char const* prompt_failure() { return emulator::failure.c_str(); }
 
+// Of the GPU that is pretended: clusters at once of a size.
+void set_prompt_room(int large, int small) { punica::room = {{punica::kLargeCluster, large}, {punica::kSmallCluster, small}}; }
+
+int times_asked_for_prompt_room() { return punica::times_asked_for_room; }
+
+// Blocks of each cluster that a step of so many rows is shrunk in, and in `count` how many clusters.
+int prompt_clusters_of(int num_rows, int num_blocks, int device, int* count) {
+  punica::Scratch scratch{};
+  scratch.num_rows = num_rows;
+  scratch.num_blocks = num_blocks;
+  punica::LaunchConfig config{};
+  config.device = device;
+  punica::PromptClusters const clusters = punica::prompt_clusters<__half>(scratch, config);
+  *count = clusters.count;
+  return clusters.blocks;
+}
+
 // 1: the kernel does not take it, 2: see prompt_failure.
-int prompt(int bf16, punica::PromptParams* params, punica::EmulatedMap const* x, int64_t arena_elements, int cluster_blocks, unsigned seed) {
+int prompt(int bf16, punica::PromptParams* params, punica::EmulatedMap const* x, int64_t arena_elements, int device, unsigned seed) {
   using namespace punica;
-  LaunchConfig const config{static_cast<int>(seed), true, nullptr, true};
+  LaunchConfig const config{static_cast<int>(seed), true, nullptr, true, device};
   if (!takes_prompt(params->shrink, config)) return 1;
   new (&params->x) EmulatedMap{x->data, x->columns, x->rows, x->stride, kPromptBoxRows};
   new (&params->tall_x) EmulatedMap{x->data, x->columns, x->rows, x->stride, kMaxTileRows};
@@ -39,8 +56,6 @@ int prompt(int bf16, punica::PromptParams* params, punica::EmulatedMap const* x,
     return 2;
   }
   begin_in_front(*params);
-  auto const launch = [&](auto for_bf16, auto for_fp16) { return (bf16 ? for_bf16 : for_fp16)(*params, config) == cudaSuccess ? 0 : 2; };
-  if (cluster_blocks == kSmallCluster) return launch(launch_prompt_clusters<__nv_bfloat16, kSmallCluster>, launch_prompt_clusters<__half, kSmallCluster>);
-  return launch(launch_prompt<__nv_bfloat16>, launch_prompt<__half>);
+  return (bf16 ? launch_prompt<__nv_bfloat16> : launch_prompt<__half>)(*params, config) == cudaSuccess ? 0 : 2;
 }
 }

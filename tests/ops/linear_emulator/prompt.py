@@ -15,6 +15,27 @@ from tests.support.lora_batch import LoraBatch
 PROMPT_KERNELS = Path(__file__).with_name("prompt.cpp")
 LARGE_CLUSTER = 8
 SMALL_CLUSTER = 4
+MUCH_ROOM = 1000
+
+
+class PromptRoom:
+    """The choice of clusters on GPUs that have room for some."""
+
+    def __init__(self, library: Path) -> None:
+        self._kernels = ctypes.CDLL(str(library))
+
+    def set(self, large: int, small: int) -> None:
+        """For the devices that are asked from now on: clusters of either size at the same time."""
+        self._kernels.set_prompt_room(large, small)
+
+    def clusters(self, num_rows: int, device: int, *, num_blocks: int = 264) -> tuple[int, int]:
+        """Blocks of a cluster, and how many clusters, of a step of so many rows."""
+        count = ctypes.c_int()
+        return self._kernels.prompt_clusters_of(num_rows, num_blocks, device, ctypes.byref(count)), count.value
+
+    @property
+    def times_asked(self) -> int:
+        return int(self._kernels.times_asked_for_prompt_room())
 
 
 class _PromptParams(ctypes.Structure):
@@ -44,6 +65,8 @@ def emulated_prompt_shrink(
     parts = batch.v[rows * len(batch.out_features) * batch.max_rank // 2 :]
     counters = plan[len(plan) - NUM_COUNTERS :]
     num_blocks = num_clusters * cluster_blocks
+    # A GPU that has room for clusters of that size alone.
+    kernels.set_prompt_room(*(MUCH_ROOM if size == cluster_blocks else 0 for size in (LARGE_CLUSTER, SMALL_CLUSTER)))
     scratch = _Scratch(batch.v.data_ptr(), parts.data_ptr(), counters.data_ptr(), rows, 1, num_blocks, True)
     # The parameters begin on 64 bytes.
     memory = ctypes.create_string_buffer(ctypes.sizeof(_PromptParams) + 64)

@@ -169,9 +169,13 @@ inline void arrive_in_cluster(uint32_t barrier) {
 
 inline void named_barrier(int number, int threads) { emulator::meet(emulator::own_block().named[number], threads); }
 
+inline int times_asked_for_room = 0;
+inline std::map<int, int> room;  // clusters of so many blocks
+
 template <typename Params>
-int clusters_at_once(void (*)(Params), int, int, int) {
-  return 1 << 20;
+int clusters_at_once(void (*)(Params), int, int cluster, int) {
+  ++times_asked_for_room;
+  return room[cluster];
 }
 
 template <typename Params>
@@ -184,3 +188,4 @@ cudaError_t launch_clusters(void (*kernel)(Params), int grid, int block, int clu
 }  // namespace punica
 
 #define cudaFuncSetAttribute(...) cudaSuccess
+#define cudaGetLastError() cudaSuccess
