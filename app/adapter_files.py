@@ -1,25 +1,24 @@
-"""Looks at the files of adapters without holding up the event loop, where a dead mount may hold a call for ever.
+"""Looks at the files of adapters without holding up the event loop: a dead mount or disk may hold a call for ever.
 
-One thread makes the calls, one after another. While one lasts longer than anybody waits, others are refused until it
-returns, so that a dead mount costs one thread. Requests for adapters that were found before go on meanwhile, with the
+Threads make the calls (`app.file_threads`): those for one adapter one after another, so that one whose files do not
+answer costs one thread, and only requests for it. Requests for adapters that were found before go on even so, with the
 files' state as of then: the worker has them in memory, or says that it cannot read them.
 
-On local disks the few calls that each request makes take 20 µs in place. On a thread they take 70, and milliseconds
-while the event loop is busy, since each of them waits for the GIL: only mounts that may hang are worth that.
+On a local disk the few calls that each request makes take 20 µs in place. On a thread they take 70, and milliseconds
+while the event loop is busy, since each of them waits for the GIL. So what was looked at a moment ago is looked at in
+place: the kernel answers from memory, be the disk as dead as it may.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
+from app.file_threads import FileThreads
 from app.mounts import LocalFolders
 from punica_core.adapters.header import shorten
 from punica_core.adapters.registry import AdapterRegistry
@@ -28,83 +27,29 @@ from punica_core.protocol import AdapterRef
 
 log = logging.getLogger(__name__)
 
-LOOKUP_SECONDS = 2.0
-"""How long a request waits for a look at files."""
+HOT_SECONDS = 10.0
+"""How long the kernel is believed to remember files of a local disk that were looked at."""
+MAX_HELD = 8
+"""Folders that do not answer, beyond which nobody looks at all of them any more: each has cost a thread."""
 _MAX_KEPT = 4096
 
 ResultT = TypeVar("ResultT")
-_Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
-
-
-class FileThread:
-    """A daemon thread for calls that may hang. seconds: how long a caller waits, and what is believed to hang."""
-
-    def __init__(self, seconds: float = LOOKUP_SECONDS) -> None:
-        self._seconds = seconds
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._began_at: float | None = None  # the call that runs
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """A call has not returned for so long that others need not wait for it."""
-        began_at = self._began_at
-        return began_at is not None and time.monotonic() - began_at >= self._seconds
-
-    async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """What `work` returns or raises. Raises TimeoutError if that takes too long; what has begun goes on."""
-        if self.is_held:
-            raise TimeoutError
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="adapter-files", daemon=True)
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[ResultT] = loop.create_future()
-        self._jobs.put((work, loop, result))
-        async with asyncio.timeout(self._seconds):
-            return await result
-
-    def stop(self) -> None:
-        """End the thread when it has nothing to do any more. Idempotent."""
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, loop, result = job
-            if result.cancelled():  # nobody waits any more
-                continue
-            self._began_at = time.monotonic()
-            value, error = None, None
-            try:
-                value = work()
-            except Exception as raised:  # is the caller's
-                error = raised
-            self._began_at = None
-            try:
-                loop.call_soon_threadsafe(_settle, result, value, error)
-            except RuntimeError:  # the loop was closed meanwhile
-                return
-
-
-def _settle(result: asyncio.Future[Any], value: object, error: Exception | None) -> None:
-    if result.done():
-        return
-    if error is None:
-        result.set_result(value)
-    else:
-        result.set_exception(error)
 
 
 class AdapterFiles:
-    """What a registry finds, without holding up the event loop. folders: where adapters may lie."""
+    """What a registry finds, without holding up the event loop. folders: where adapters may lie. clock: seconds."""
 
-    def __init__(self, registry: AdapterRegistry, folders: Iterable[str]) -> None:
+    def __init__(
+        self, registry: AdapterRegistry, folders: Iterable[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._registry = registry
         self._folders = list(dict.fromkeys(map(os.path.realpath, folders)))
         self._mounts = LocalFolders(self._folders)
-        self._thread = FileThread()
+        self._clock = clock
+        self._threads = FileThreads()
         self._found: OrderedDict[str, AdapterRef] = OrderedDict()
-        self._was_held = False
+        self._looked_at: OrderedDict[Hashable, float] = OrderedDict()
+        self._reported: set[Hashable] = set()
 
     async def resolve(self, name: str, visible: Callable[[str], bool] | None = None) -> AdapterRef:
         """`AdapterRegistry.resolve`; while files cannot be looked at, what it gave last.
@@ -121,10 +66,7 @@ class AdapterFiles:
         except PunicaError:
             self.forget(name)
             raise
-        self._found[name] = ref
-        self._found.move_to_end(name)
-        if len(self._found) > _MAX_KEPT:
-            self._found.popitem(last=False)
+        _keep(self._found, name, ref)
         return ref
 
     async def names(self) -> list[str]:
@@ -134,40 +76,81 @@ class AdapterFiles:
         if last is not None and not self._registry.is_listing_due:
             return last
         try:
-            return await self.run(self._registry.names)
+            return await self.run_over_all(self._registry.names, "names")
         except AdapterLoadTimeout:
             if last is None:
                 raise
             return last
 
-    async def look(self, work: Callable[[], ResultT], name: str | None = None) -> ResultT:
-        """`run` for the states of a few files."""
-        return work() if self._mounts.are_local() else await self.run(work, name)
+    async def run_over_all(self, work: Callable[[], ResultT], what: str) -> ResultT:
+        """`run` for a call of the registry, named `what`, that looks at many adapters: it is made again without those
+        that did not answer."""
+        while True:
+            held = self._registry.held_folders()
+            if len(held) > MAX_HELD:
+                raise self._timeout(None)
+            try:
+                return await self.run(work, key=(what, held))
+            except AdapterLoadTimeout:
+                if self._registry.held_folders() <= held:
+                    raise
 
-    async def run(self, work: Callable[[], ResultT], name: str | None = None) -> ResultT:
-        """A call of the registry or of files. Raises AdapterLoadTimeout. name: of the adapter, for the message."""
+    async def look(self, work: Callable[[], ResultT], name: str, what: str = "") -> ResultT:
+        """`run` for the states of a few files of an adapter, always the same ones. what: which, if there are others."""
+        key = (name, what)
+        looked_at = self._looked_at.pop(key, None)
+        if looked_at is None or self._clock() - looked_at >= HOT_SECONDS or not self._mounts.are_local():
+            result = await self.run(work, name)
+        else:
+            try:
+                result = work()
+            except TimeoutError:  # others know already that it hangs
+                raise self._timeout(name) from None
+        _keep(self._looked_at, key, self._clock())
+        return result
+
+    async def run(self, work: Callable[[], ResultT], name: str | None = None, key: Hashable = None) -> ResultT:
+        """A call of the registry or of files. Raises AdapterLoadTimeout. name: of the adapter, for the message.
+
+        key: what else it is about, if not one adapter.
+        """
+        about = name if name is not None else key
         try:
-            result = await self._thread.run(work)
+            result = await self._threads.run(work, about)
         except TimeoutError:
-            self._report()
-            what = "Adapters" if name is None else f"Adapter {shorten(name, 100)!r}"
-            raise AdapterLoadTimeout(
-                f"{what} cannot be looked up: the file system of the adapters' directory does not answer. Those in use "
-                "are served. Try again later.",
-                param="model",
-            ) from None
-        self._was_held = False
+            self._report(about)
+            raise self._timeout(name) from None
+        self._reported.discard(about)
         return result
 
     def forget(self, name: str) -> None:
         """What is found under this name next must come from the files."""
         self._found.pop(name, None)
+        self._looked_at.pop((name, ""), None)
 
     def stop(self) -> None:
         """Nothing will be asked any more."""
-        self._thread.stop()
+        self._threads.stop()
 
-    def _report(self) -> None:
-        if not self._was_held:
-            self._was_held = True
-            log.error("The file system of the adapters (in %s) does not answer.", ", ".join(self._folders))
+    def _timeout(self, name: str | None) -> AdapterLoadTimeout:
+        what = "Adapters" if name is None else f"Adapter {shorten(name, 100)!r}"
+        return AdapterLoadTimeout(
+            f"{what} cannot be looked up: the file system of the adapters' directory does not answer. Those in use "
+            "are served. Try again later.",
+            param="model",
+        )
+
+    def _report(self, about: Hashable) -> None:
+        """Log it once until it answers."""
+        if about in self._reported or len(self._reported) >= _MAX_KEPT:
+            return
+        self._reported.add(about)
+        what = f"adapter {shorten(about, 100)!r}" if isinstance(about, str) else "the adapters' directory"
+        log.error("The file system of %s (in %s) does not answer.", what, ", ".join(self._folders))
+
+
+def _keep(kept: OrderedDict[Hashable, ResultT] | OrderedDict[str, ResultT], key: Any, value: ResultT) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > _MAX_KEPT:
+        kept.popitem(last=False)

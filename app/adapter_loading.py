@@ -123,7 +123,7 @@ class AdapterLoader:
     async def _forget_when_unused(self, folder: str) -> None:
         await self._batcher.wait_unused(folder)
         try:
-            is_served = await self._files.run(lambda: self._registry.serves(folder))
+            is_served = await self._files.run(lambda: self._registry.serves(folder), key=folder)
         except AdapterLoadTimeout:
             return  # nobody knows; it leaves when its room is needed
         if not is_served:  # it may have a name again, or another one

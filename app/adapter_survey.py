@@ -73,7 +73,7 @@ def survey_adapters(
             break
         try:
             report = report_of(registry, name, max_lora_rank)
-        except ModelNotFound:
+        except (ModelNotFound, TimeoutError):  # gone, or somebody else waits for its files already
             continue
         if not report.is_served:
             refused.append(name)

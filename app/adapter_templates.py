@@ -53,15 +53,17 @@ class AdapterTemplates:
         While files cannot be looked at, the template as it was.
         """
         try:
-            return await self._of(adapter.path)
+            return await self._of(adapter.path, adapter.name)
         except (AdapterError, QueueFull) as error:
             raise type(error)(f"Adapter {adapter.name!r}: {error.message}", param="model") from None
 
-    async def _of(self, folder: str) -> AdapterTemplate | None:
+    async def _of(self, folder: str, name: str) -> AdapterTemplate | None:
         try:
-            state = await self._files.look(lambda: (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME)))
+            state = await self._files.look(
+                lambda: (_state(folder, _TEMPLATE_NAME), _state(folder, _CONFIG_NAME)), name, "template"
+            )
             if not self._has(folder, state):
-                source = await self._files.run(lambda: _source(folder, state))
+                source = await self._files.run(lambda: _source(folder, state), name)
                 if not self._has(folder, state):  # of several requests one makes it, so that they take turns with it
                     self._kept[folder] = _Kept(state, self._template(source))
         except AdapterLoadTimeout:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
 
+from app.file_threads import FileThreads
 from app.key_file import NAME, NAME_RULE, Entry, entry_label, read_entries, wrong_file
 from punica_core.adapters.files import signature_of
 from punica_core.errors import ConfigError, InvalidApiKey
@@ -34,6 +35,8 @@ SINGLE_NAME = "default"
 """Name of the key given by `api_key`."""
 WATCH_SECONDS = 1.0
 """Between two looks at the state of the file."""
+READ_SECONDS = 30.0
+"""How long it takes the largest file, or one that does not answer, to be read."""
 
 _BEARER = re.compile(rb"bearer +([\x21-\x7e]{1,4096}) *", re.IGNORECASE)
 _TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
@@ -169,24 +172,43 @@ class KeyStore:
         self._asked.set()
 
     async def watch(self) -> None:
-        """Read the file again whenever it has changed, for ever. Returns at once without a file."""
+        """Read the file again whenever it has changed, for ever. Returns at once without a file.
+
+        While the file does not answer the keys stay as they are, and one thread waits for it.
+        """
         if self._file is None:
             return
-        seen = self._signature
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), WATCH_SECONDS)
-            asked = self._asked.is_set()
-            self._asked.clear()
-            now = _state(self._file)
-            # A file that changed since the last look may be half written: it is read once it has come to rest.
-            if asked or (now == seen and now != self._signature):
-                await self._reload(now)
-            seen = now
-
-    async def _reload(self, state: FileSignature | None) -> None:
+        threads, seen, asked, answers = FileThreads(READ_SECONDS, max_threads=1), self._signature, False, True
         try:
-            self._signature, ring = await asyncio.to_thread(self._read)
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._asked.wait(), WATCH_SECONDS)
+                asked = asked or self._asked.is_set()
+                self._asked.clear()
+                try:
+                    seen = await self._look(threads, self._file, seen, asked)
+                except TimeoutError:
+                    if answers:
+                        log.error("The keys stay as they are: the file system of %s does not answer.", self._file)
+                    answers = False
+                else:
+                    asked, answers = False, True
+        finally:
+            threads.stop()
+
+    async def _look(
+        self, threads: FileThreads, file: Path, seen: FileSignature | None, asked: bool
+    ) -> FileSignature | None:
+        """The file's state; it is read if it has changed, or if asked. seen: its state before. Raises TimeoutError."""
+        now = await threads.run(lambda: _state(file), "state")
+        # A file that changed since the last look may be half written: it is read once it has come to rest.
+        if asked or (now == seen and now != self._signature):
+            await self._reload(threads, now)
+        return now
+
+    async def _reload(self, threads: FileThreads, state: FileSignature | None) -> None:
+        try:
+            self._signature, ring = await threads.run(self._read, "read")
         except ConfigError as error:
             self._signature = state  # told once for each state of the file
             log.error("The keys stay as they are: %s", error.message)

@@ -55,7 +55,9 @@ def _json(answer: dict[str, Any]) -> Response:
 async def _cards(service: Service, names: list[str], key: ApiKey) -> list[dict[str, Any]]:
     folders = dict[str, str | None]()
     if key.admin:
-        folders = await service.adapter_files.run(lambda: {name: service.registry.folder_of(name) for name in names})
+        folders = await service.adapter_files.run_over_all(
+            lambda: {name: service.registry.folder_of(name) for name in names}, "folders"
+        )
     return [_card(service, name, folders.get(name)) for name in names]
 
 

@@ -19,38 +19,20 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from punica_core.adapters.files import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, signature_of
 from punica_core.adapters.header import CONVERT_PICKLE, shorten
+from punica_core.adapters.listing import DirectoryListing
+from punica_core.adapters.looks import Looks
 from punica_core.adapters.packed_header import SUFFIX
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.adapters.served_names import MAX_NAME_LENGTH, close_matches, is_name, is_part
 from punica_core.errors import AdapterError, AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from punica_core.protocol import AdapterRef
 
-LISTING_SECONDS = 1.0
-"""Age from which a listing is compared with the directory."""
-FULL_LISTING_SECONDS = 60.0
-"""Age from which it is made anew even if no folder seems to have come or gone."""
-RACY_SECONDS = 2.0
-"""A directory changed this shortly before it was listed may have changed again within its timestamp's grain."""
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """names: sorted. unfinished: folders without a config, and their sub-folders. directories: mtimes by path."""
-
-    names: tuple[str, ...]
-    unfinished: tuple[str, ...]
-    directories: dict[str, int]
-    checked_at: float
-    made_at: float
-    racy: bool
 
 
 class AdapterRegistry:
@@ -69,40 +51,54 @@ class AdapterRegistry:
     ) -> None:
         self._root = None if root is None else os.path.realpath(root)
         self._reserved = frozenset(reserved_names)
-        self._clock = clock
-        self._listing: _Listing | None = None
         self._reported: set[str] = set()
+        self._looks = Looks()
+        self._listing = DirectoryListing(self._root, self._reserved, self._is_inside, self._report, self._looks, clock)
         self._roots = roots if roots is not None else AdapterRoots(())
         self._lock = threading.Lock()  # for changes of the two below
         self._added: Mapping[str, str] = {}  # name → folder
         self._hidden: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
-        """Names of all adapters, sorted. Whether they can be served shows when one is asked for."""
-        return self._names(self._current())
+        """Names of all adapters, sorted. Whether they can be served shows when one is asked for.
+
+        Folders that do not answer another thread are left out, or stay what they were. Raises TimeoutError if the
+        directory itself does not.
+        """
+        is_due = self._listing.is_due
+        listed = self._listing.names()
+        if is_due:
+            self._bring_back()
+        return self._names(listed)
 
     @property
     def is_listing_due(self) -> bool:
         """Whether `names` would look at the directory now."""
-        listing = self._listing
-        return listing is None or self._clock() - listing.checked_at >= LISTING_SECONDS
+        return self._listing.is_due
 
     def last_names(self) -> list[str] | None:
         """`names` as of the last listing, without a look at the directory; None before the first."""
-        listing = self._listing
-        return None if listing is None else self._names(listing)
+        listed = self._listing.last
+        return None if listed is None else self._names(listed)
+
+    def held_folders(self) -> frozenset[str]:
+        """What does not answer somebody who looks at it now: folders, and the directory itself."""
+        return self._looks.held()
 
     def resolve(self, name: str, visible: Callable[[str], bool] | None = None) -> AdapterRef:
         """The adapter of that name with its files' state as of now.
 
         visible: whether a name exists for who asks; None: all do. One that does not is not looked for.
         Raises ModelNotFound naming close matches, AdapterUnsupported if there are only pickled weights,
-        AdapterInvalid if the weights are missing or not a regular file. No message tells a path of the server.
+        AdapterInvalid if the weights are missing or not a regular file, TimeoutError if another thread looks at its
+        files and gets no answer. No message tells a path of the server.
         """
         if visible is not None and not visible(name):
             raise self._not_found(name, visible)
         added = self._added.get(name)
-        ref = self._listed_ref(name) if added is None else self._ref(name, added, self._roots.stat)
+        place = self._place(name) if added is None else added
+        with self._looks.at(place):
+            ref = self._listed_ref(name) if added is None else self._ref(name, added, self._roots.stat)
         if ref is None:
             raise self._not_found(name, visible)
         return ref
@@ -160,8 +156,8 @@ class AdapterRegistry:
                 self._hidden |= {name}
 
     def folder_of(self, name: str) -> str | None:
-        """Where an adapter is, for who may know."""
-        return self._added.get(name) or self._listed_path(name)
+        """Where an adapter is, for who may know. None also if another thread looks there and gets no answer."""
+        return self._added.get(name) or self._looks.look(self._place(name), lambda _: self._listed_path(name), None)
 
     def serves(self, folder: str) -> bool:
         """Whether there is a name for the adapter in this folder."""
@@ -173,8 +169,8 @@ class AdapterRegistry:
         names = {name, name.removesuffix(SUFFIX)} - self._added.keys()
         return any(self._listed_path(candidate) == folder for candidate in names)
 
-    def _names(self, listing: _Listing) -> list[str]:
-        listed, added, hidden = listing.names, self._added, self._hidden
+    def _names(self, listed: tuple[str, ...]) -> list[str]:
+        added, hidden = self._added, self._hidden
         if not added and not hidden:
             return list(listed)
         return sorted({*added, *(name for name in listed if name not in hidden)})
@@ -232,6 +228,10 @@ class AdapterRegistry:
                 return None
         return os.path.join(self._root, *parts)
 
+    def _place(self, name: str) -> str:
+        """How a folder or packed file of the directory is called while somebody looks at it; no look itself."""
+        return f"{self._root}/{name}"
+
     def _is_inside(self, path: str) -> bool:
         """Whether a path below the root exists and is no symbolic link to a place outside of it."""
         try:
@@ -250,95 +250,20 @@ class AdapterRegistry:
         except OSError:
             return None
 
-    def _current(self) -> _Listing:
-        now = self._clock()
-        listing = self._listing
-        if listing is not None and now - listing.checked_at < LISTING_SECONDS:
-            return listing
-        if listing is None or now - listing.made_at >= FULL_LISTING_SECONDS:
-            listing = self._list(now, known=frozenset())
-        elif self._has_changed(listing):
-            listing = replace(self._list(now, known=frozenset(listing.names)), made_at=listing.made_at)
-        else:
-            listing = replace(listing, checked_at=now)
-        self._listing = listing
-        if self._hidden:
-            gone = {name for name in self._hidden if not self._is_there(name)}  # not under the lock: it may hang
-            with self._lock:
-                self._hidden -= gone
-        return listing
+    def _bring_back(self) -> None:
+        """Hidden folders that have gone are hidden no more."""
+        if not self._hidden:
+            return
+        gone = {name for name in self._hidden if not self._looks.look(self._place(name), self._is_there, True)}
+        with self._lock:  # not while looking: that may hang
+            self._hidden -= gone
 
-    def _has_changed(self, listing: _Listing) -> bool:
-        """Folders came or went, or one that lacked its config has it now. Costs one stat for each such folder."""
-        if listing.racy or any(_mtime_ns(path) != mtime for path, mtime in listing.directories.items()):
-            return True
-        return any(os.path.lexists(os.path.join(path, CONFIG_NAME)) for path in listing.unfinished)
-
-    def _list(self, now: float, known: frozenset[str]) -> _Listing:
-        """known: names that need no second look as long as their folders exist."""
-        if self._root is None:
-            return _Listing((), (), {}, now, now, racy=False)
-        names: list[str] = []
-        unfinished: list[str] = []
-        directories: dict[str, int] = {self._root: _mtime_ns(self._root)}
-        folders, packed = self._entries(self._root)
-        for folder in folders:
-            if folder in known or self._has_config(folder):
-                names.append(folder)
-                continue
-            path = os.path.join(self._root, folder)
-            unfinished.append(path)
-            directories[path] = _mtime_ns(path)
-            nested_folders, nested_packed = self._entries(path)
-            packed += [f"{folder}/{stem}" for stem in nested_packed]
-            for nested in nested_folders:
-                if self._has_config(f"{folder}/{nested}"):
-                    names.append(f"{folder}/{nested}")
-                else:
-                    unfinished.append(os.path.join(path, nested))
-        racy = max(directories.values()) > time.time_ns() - RACY_SECONDS * 1e9
-        taken = set(names)
-        for name in packed:
-            if name in taken:
-                self._report(f"{name}{SUFFIX}", "packed adapter %r is not served: a folder has its name")
-        served = sorted(set(self._served([*names, *packed])))
-        return _Listing(tuple(served), tuple(unfinished), directories, now, now, racy)
-
-    def _entries(self, path: str) -> tuple[list[str], list[str]]:
-        """What in a directory can be part of an adapter's name: its folders, and packed files without their suffix."""
-        folders: list[str] = []
-        packed: list[str] = []
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    stem = entry.name.removesuffix(SUFFIX)
-                    if not is_part(stem) or (entry.is_symlink() and not self._is_inside(entry.path)):
-                        continue
-                    if entry.is_dir():
-                        folders.append(entry.name)
-                    elif stem != entry.name and entry.is_file():
-                        packed.append(stem)
-        except OSError as error:
-            self._report(path, f"adapter folder %r cannot be listed: {error.strerror}")
-        return folders, packed
-
-    def _is_there(self, name: str) -> bool:
-        return self._has_config(name) or os.path.isfile(f"{self._root}/{name}{SUFFIX}")
+    def _is_there(self, place: str) -> bool:
+        return os.path.isfile(os.path.join(place, CONFIG_NAME)) or os.path.isfile(f"{place}{SUFFIX}")
 
     def _is_file_inside(self, path: str) -> bool:
         status = self._stat_inside(path)
         return status is not None and stat.S_ISREG(status.st_mode)
-
-    def _has_config(self, name: str) -> bool:
-        assert self._root is not None
-        return os.path.isfile(f"{self._root}/{name}/{CONFIG_NAME}")
-
-    def _served(self, names: list[str]) -> Iterator[str]:
-        for name in names:
-            if name in self._reserved:
-                self._report(name, "adapter folder %r has the name of the base model and is not served: rename it")
-            else:
-                yield name
 
     def _report(self, path: str, message: str) -> None:
         """Log a fault of a folder once."""
@@ -346,8 +271,15 @@ class AdapterRegistry:
             self._reported.add(path)
             _log.warning(message, os.path.relpath(path, self._root) if os.path.isabs(path) else path)
 
+    def _names_to_hint_at(self) -> list[str]:
+        """The last listing; one is made only by whoever finds none, and for no one else it is waited."""
+        last = self.last_names()
+        if last is None and not self._listing.is_busy:
+            return self.names()
+        return last or []
+
     def _not_found(self, name: str, visible: Callable[[str], bool] | None, *, param: str = "model") -> ModelNotFound:
-        names = self.names()
+        names = self._names_to_hint_at()
         matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
         return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param=param)
@@ -360,10 +292,3 @@ def _without_weights(name: str, folder: str) -> AdapterUnsupported | AdapterInva
         f"Adapter {name!r} has no weights: {WEIGHTS_NAME} is missing. If it is still being written, try again.",
         param="model",
     )
-
-
-def _mtime_ns(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry
+from punica_core.adapters.listing import FULL_LISTING_SECONDS, LISTING_SECONDS
+from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, InvalidRequest, ModelNotFound
 from tests.adapters.test_registry import Clock, make_adapter, remove

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from punica_core.adapters import registry as registry_module
-from punica_core.adapters.registry import FULL_LISTING_SECONDS, LISTING_SECONDS, AdapterRegistry
+from punica_core.adapters import listing as listing_module
+from punica_core.adapters.listing import FULL_LISTING_SECONDS, LISTING_SECONDS
+from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.served_names import close_matches
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
 
@@ -160,7 +161,7 @@ def test_an_unchanged_directory_is_not_listed_again(
 ) -> None:
     settle(root)
     before = registry.names()
-    monkeypatch.setattr(registry_module.os, "scandir", _forbidden)
+    monkeypatch.setattr(listing_module.os, "scandir", _forbidden)
     clock.now += LISTING_SECONDS
     assert registry.names() == before
 
@@ -198,7 +199,7 @@ def test_what_cannot_be_a_name_never_reaches_the_file_system(
 ) -> None:
     registry.names()
     for call in ("lstat", "stat", "open", "scandir"):
-        monkeypatch.setattr(registry_module.os, call, _forbidden)
+        monkeypatch.setattr(listing_module.os, call, _forbidden)
     with pytest.raises(ModelNotFound) as caught:
         registry.resolve(name)
     assert len(caught.value.message) < 400

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from app.adapter_files import FileThread
+from app.adapter_files import HOT_SECONDS
 from app.adapter_templates import AdapterTemplates
+from app.file_threads import FileThreads
 from app.mounts import MOUNTS_SECONDS, LocalFolders
 from tests.app.conftest import BASE, MakeServer, Server
 
@@ -60,19 +61,16 @@ async def remote(make_server: MakeServer, mount: Mount) -> AsyncIterator[Server]
     """A server whose adapters lie on that mount."""
     settings = {"enable_admin": True, "adapter_chat_templates": True}
     async with make_server(settings=settings) as server:
-        server.service.adapter_files._thread._seconds = SECONDS
+        server.service.adapter_files._threads._seconds = SECONDS
         yield server
         mount.revive()
 
 
 async def revived(server: Server, mount: Mount) -> None:
     mount.revive()
-    await asyncio.wait_for(asyncio.to_thread(_until_free, server.service.adapter_files._thread), 10)
-
-
-def _until_free(thread: FileThread) -> None:
-    while thread._began_at is not None:
-        time.sleep(0.01)
+    async with asyncio.timeout(10):
+        while server.service.adapter_files._threads._keys:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -119,10 +117,10 @@ async def test_when_a_mount_comes_back_files_are_looked_at_again(
 
 
 async def test_what_was_listed_is_told_while_a_mount_is_dead(remote: Server, mount: Mount) -> None:
-    remote.service.registry._listing = None
+    remote.service.registry._listing._listing = None
     listed = (await remote.http.get("/metrics")).status_code
     mount.die()
-    remote.service.registry._clock = lambda: time.monotonic() + 3600.0
+    remote.service.registry._listing._clock = lambda: time.monotonic() + 3600.0
     assert await remote.service.all_names() == [BASE, "pirate", "sql"]
     assert (listed, (await remote.http.get("/metrics")).status_code) == (200, 200)
     assert mount.held
@@ -130,9 +128,9 @@ async def test_what_was_listed_is_told_while_a_mount_is_dead(remote: Server, mou
 
 async def test_a_directory_that_was_never_listed_is_told_as_such(make_server: MakeServer, mount: Mount) -> None:
     async with make_server() as server:
-        server.service.adapter_files._thread._seconds = SECONDS
+        server.service.adapter_files._threads._seconds = SECONDS
         await asyncio.sleep(0.1)
-        server.service.registry._listing = None
+        server.service.registry._listing._listing = None
         mount.die()
         models = await server.http.get("/v1/models")
         assert (models.status_code, models.json()["error"]["code"]) == (503, "adapter_load_timeout")
@@ -149,7 +147,7 @@ async def test_an_administrator_is_told_and_nothing_happens_later(remote: Server
     answer = await remote.http.post(f"/v1/{route}_lora_adapter", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_load_timeout")
     await revived(remote, mount)
-    remote.service.registry._listing = None
+    remote.service.registry._listing._listing = None
     assert await remote.service.all_names() == [BASE, "pirate", "sql"]
     assert (await remote.http.post(f"/v1/{route}_lora_adapter", json=body)).status_code == 200
     assert ("new" in await remote.service.all_names(), "sql" in await remote.service.all_names()) == (
@@ -180,33 +178,133 @@ async def test_an_adapters_template_is_kept_while_a_mount_is_dead(
     assert mount.held
 
 
-async def test_calls_are_made_one_after_another_and_those_given_up_not_at_all() -> None:
-    thread, goes_on, made = FileThread(SECONDS), threading.Event(), list[int]()
-    first = asyncio.create_task(thread.run(lambda: goes_on.wait(10)))
+async def test_what_was_looked_at_a_moment_ago_on_a_local_disk_is_looked_at_in_place(
+    make_server: MakeServer, adapters_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalFolders, "are_local", lambda self: True)
+    async with make_server(settings={"adapter_chat_templates": True}) as server:
+        files, now, lstat, threads = server.service.adapter_files, [0.0], os.lstat, list[int]()
+        files._clock = lambda: now[0]
+
+        def noted(path: Any, **options: Any) -> os.stat_result:
+            if str(path).startswith(str(adapters_dir)):
+                threads.append(threading.get_ident())
+            return lstat(path, **options)
+
+        async def in_place() -> bool:
+            threads.clear()
+            assert (await server.chat(model="sql")).status_code == 200
+            places = {thread == threading.get_ident() for thread in threads}
+            assert len(places) == 1
+            return places.pop()
+
+        monkeypatch.setattr(os, "lstat", noted)
+        assert not await in_place()
+        assert await in_place()
+        now[0] += HOT_SECONDS
+        assert not await in_place()
+        assert await in_place()
+        monkeypatch.setattr(LocalFolders, "are_local", lambda self: False)
+        assert not await in_place()
+        monkeypatch.setattr(LocalFolders, "are_local", lambda self: True)
+        for name in ("nothing", "nothing"):
+            threads.clear()
+            assert (await server.chat(model=name)).status_code == 404
+            assert threading.get_ident() not in threads
+            assert threads
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_one_adapter_that_hangs_costs_one_thread_and_its_own_requests(
+    make_server: MakeServer, adapters_dir: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """Even while its server starts; listings leave it out."""
+    mount = Mount(adapters_dir / "pirate", monkeypatch)
+    monkeypatch.setattr(LocalFolders, "are_local", lambda self: is_local)
+    mount.die()
+    async with make_server(settings={"enable_admin": True}) as server:
+        files = server.service.adapter_files
+        files._threads._seconds = 1.2
+        listed = await server.http.get("/v1/models")
+        assert [card["id"] for card in listed.json()["data"]] == [BASE, "sql"]
+        for _ in range(3):
+            answers = asyncio.gather(*(server.chat(model="pirate") for _ in range(10)))
+            began = time.monotonic()
+            for model in ("sql", BASE):
+                assert (await server.chat(model=model)).status_code == 200
+            missing = await server.chat(model="sqll")
+            assert (missing.status_code, "'sql'" in missing.text) == (404, True)
+            assert time.monotonic() - began < 1.0
+            assert {answer.status_code for answer in await answers} == {503}
+        assert (await server.http.get("/v1/models")).json() == listed.json()
+        assert (await server.http.get("/metrics")).status_code == 200
+        assert len(set(mount.held)) == files._threads.num_held == 1
+        assert threading.get_ident() not in mount.held
+        await revived(server, mount)
+        assert (await server.chat(model="pirate")).status_code == 200
+        server.service.registry._listing._listing = None
+        assert await server.service.all_names() == [BASE, "pirate", "sql"]
+
+
+async def test_an_adapter_that_was_listed_stays_so_when_it_hangs(
+    remote: Server, mount: Mount, adapters_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.service.adapter_files._threads._seconds = 1.2
+    assert await remote.service.all_names() == [BASE, "pirate", "sql"]
+    pirate = Mount(adapters_dir / "pirate", monkeypatch)
+    pirate.die()
+    assert (await remote.chat(model="pirate")).status_code == 503
+    (adapters_dir / "sql").rename(adapters_dir / "sql2")
+    remote.service.registry._listing._clock = lambda: time.monotonic() + 3600.0
+    assert await remote.service.all_names() == [BASE, "pirate", "sql2"]
+    assert len(set(pirate.held)) == 1
+    await revived(remote, pirate)
+
+
+async def test_calls_of_one_key_are_made_one_after_another_and_those_given_up_not_at_all() -> None:
+    threads, goes_on, made = FileThreads(SECONDS), threading.Event(), list[int]()
+    first = asyncio.create_task(threads.run(lambda: goes_on.wait(10), "a"))
     await asyncio.sleep(0.05)
-    second = asyncio.create_task(thread.run(lambda: made.append(2)))
+    second = asyncio.create_task(threads.run(lambda: made.append(2), "a"))
+    await threads.run(lambda: made.append(1), "b")
     for call in (first, second):
         with pytest.raises(TimeoutError):
             await call
-    assert thread.is_held
+    assert threads.num_held == 1
+    began = time.monotonic()
     with pytest.raises(TimeoutError):
-        await thread.run(lambda: made.append(3))
+        await threads.run(lambda: made.append(3), "a")
+    assert time.monotonic() - began < SECONDS / 2, "at once"
+    await threads.run(lambda: made.append(4), "b")
     goes_on.set()
-    await asyncio.to_thread(_until_free, thread)
-    await thread.run(lambda: made.append(4))
-    assert made == [4]
+    while threads._keys:
+        await asyncio.sleep(0.01)
+    await threads.run(lambda: made.append(5), "a")
+    assert made == [1, 4, 5]
     with pytest.raises(ZeroDivisionError):
-        await thread.run(lambda: 1 // 0)
-    thread.stop()
+        await threads.run(lambda: 1 // 0, "a")
+    threads.stop()
 
 
-async def test_local_disks_need_no_thread(server: Server) -> None:
-    server.service.adapter_files._mounts.are_local = lambda: True  # type: ignore[method-assign]
-    assert (await server.chat(model="sql")).status_code == 200
-    assert server.service.adapter_files._thread._thread is None
-    server.service.adapter_files._mounts.are_local = lambda: False  # type: ignore[method-assign]
-    assert (await server.chat(model="sql")).status_code == 200
-    assert server.service.adapter_files._thread._thread is not None
+async def test_threads_that_hang_are_bounded() -> None:
+    threads, goes_on, idents = FileThreads(SECONDS, max_threads=3), threading.Event(), set[int]()
+
+    def hang() -> None:
+        idents.add(threading.get_ident())
+        goes_on.wait(30)
+
+    before = threading.active_count()
+    for _ in range(3):
+        results = await asyncio.gather(*(threads.run(hang, key) for key in range(20)), return_exceptions=True)
+        assert {type(result) for result in results} == {TimeoutError}
+    assert (len(idents), threads.num_held, threading.active_count() - before) == (3, 3, 3)
+    assert sum(len(key.calls) for key in threads._keys.values()) <= 20, "nobody queues where nothing moves"
+    goes_on.set()
+    assert await asyncio.gather(*(threads.run(threading.get_ident, key) for key in range(20)))
+    assert len(idents) == 3
+    threads.stop()
+    while threading.active_count() > before:
+        await asyncio.sleep(0.01)
 
 
 ROOT = "22 1 0:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw"

@@ -160,7 +160,7 @@ async def test_series_of_a_removed_adapter_go_away(make_server: MakeServer, adap
         for file in (adapters_dir / "sql").iterdir():
             file.unlink()
         (adapters_dir / "sql").rmdir()
-        server.service.registry._listing = None  # a listing may be a second old
+        server.service.registry._listing._listing = None  # a listing may be a second old
         found = await metrics_of(server)
     assert not [key for key in found if "sql" in key]
 
