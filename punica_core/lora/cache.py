@@ -28,6 +28,8 @@ from punica_core.protocol import AdapterLoad, AdapterRef
 from punica_core.scheduler.plan import AdapterGrant, SkipReason
 
 NUM_READERS = 2
+STALLED_SECONDS = 2.0
+"""A reader without progress for so long is no longer counted among them: another one reads what waits meanwhile."""
 MAX_STUCK_READERS = 32
 """Threads lost to reads that never return (a dead network mount) before no more are started in their place."""
 
@@ -71,10 +73,10 @@ class AdapterCache:
     """Implements `scheduler.plan.Residency`. Every method returns at once, except `wait_for_load`.
 
     shapes: the base's modules that take LoRA. dtype: of the tensors handed out. budget_bytes: of all of them; while
-    a load replaces idle adapters, both are in memory until it ends (at most one adapter for each of the readers).
-    load_timeout: seconds without progress after which a read fails, alone. open_adapter: where the bytes come from.
-    on_loaded: called after each end of a load, on a reader's thread, and when `poll` has an old failure to tell again.
-    clock: seconds, the clock of `poll`.
+    a load replaces idle adapters, both are in memory until it ends (at most one adapter for each of the readers, those
+    that stalled included). open_adapter: where the bytes come from. load_timeout: seconds without progress after which
+    a read fails, alone. on_loaded: called after each end of a load, on a reader's thread, and when `poll` has an old
+    failure to tell again. clock: seconds, the clock of `poll`.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class AdapterCache:
             for ref in soonest:
                 if self._table.presence(ref, now) not in (Presence.ABSENT, Presence.WAITING_FOR_ROOM):
                     continue
-                if len(self._jobs) >= NUM_READERS - 1 or not self._table.may_prefetch(wanted):
+                if len(self._jobs) - self._num_stalled(now) >= NUM_READERS - 1 or not self._table.may_prefetch(wanted):
                     return
                 if not self._table.begin(ref, now, wanted):
                     return
@@ -183,6 +185,7 @@ class AdapterCache:
                 # A job that waits in the queue is late only if every reader is lost.
                 if job.reading or self._num_readers == 0:
                     self._give_up(job, now)
+            self._start_reader(now)
             failures, self._failures = self._failures, {}
         return list(failures.items())
 
@@ -219,12 +222,16 @@ class AdapterCache:
     def _enqueue(self, job: _Job) -> None:
         self._jobs[job.ref] = job
         self._queue.append(job)
-        self._start_reader()
+        self._start_reader(job.started_at)
         self._has_work.notify()
 
-    def _start_reader(self) -> None:
+    def _num_stalled(self, now: float) -> int:
+        return sum(job.reading and now - job.progress_at >= STALLED_SECONDS for job in self._jobs.values())
+
+    def _start_reader(self, now: float) -> None:
         """One more reader if there is work and one is missing."""
-        room = self._num_readers < NUM_READERS and self._stuck_readers < MAX_STUCK_READERS
+        stalled = self._num_stalled(now)
+        room = self._num_readers - stalled < NUM_READERS and self._stuck_readers + stalled < MAX_STUCK_READERS
         if self._queue and room and not self._closed:
             self._num_readers += 1
             threading.Thread(target=self._read_jobs, name="adapter-reader", daemon=True).start()
@@ -244,7 +251,7 @@ class AdapterCache:
             with self._lock:
                 if job.abandoned:  # another reader took this one's place
                     self._stuck_readers -= 1
-                    self._start_reader()
+                    self._start_reader(self._clock())
                     return
                 if error is not None:
                     self._fail(job, error, self._clock())
@@ -258,7 +265,13 @@ class AdapterCache:
 
     def _next_job(self) -> _Job | None:
         with self._lock:
-            while not self._queue and not self._closed:
+            while not self._closed:
+                if self._num_readers - self._num_stalled(self._clock()) > NUM_READERS:
+                    self._num_readers -= 1  # one that had stalled goes on
+                    self._has_work.notify()  # whoever stays
+                    return None
+                if self._queue:
+                    break
                 self._has_work.wait()
             if self._closed:
                 return None
@@ -356,7 +369,7 @@ class AdapterCache:
             return
         self._stuck_readers += 1
         self._num_readers -= 1
-        self._start_reader()
+        self._start_reader(now)
 
     def _fail(self, job: _Job, error: PunicaError, now: float) -> None:
         self._table.fail(job.ref, error, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from punica_core.adapters.files import SourceFile
 from punica_core.lora import cache as cache_module
-from punica_core.lora.cache import AdapterCache
+from punica_core.lora.cache import NUM_READERS, STALLED_SECONDS, AdapterCache
 from punica_core.scheduler.plan import SkipReason
 from tests.support.adapter_loading import PATIENCE, granted
 from tests.support.peft_adapters import adapter_ref
@@ -92,3 +93,35 @@ def test_a_queued_load_fails_too_when_every_reader_is_lost(
     now[0] = 91.0
     assert {ref for ref, _ in cache.poll(now[0])} == {refs[2]}
     gate.open.set()
+
+
+def test_readers_that_stall_do_not_hold_up_others_for_the_whole_timeout(
+    make_cache: Make, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = set(threading.enumerate())
+
+    def readers() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "adapter-reader" and one not in others]
+
+    gate = Gate(monkeypatch, "adapter0", "adapter1")
+    now = [0.0]
+    cache = make_cache(load_timeout=60.0, clock=lambda: now[0])
+    stalled, waiting = [adapter_ref(folder) for folder in folders[:2]], adapter_ref(folders[2])
+    for ref in (*stalled, waiting):
+        cache.acquire(ref)
+    for _ in stalled:
+        assert gate.reached.acquire(timeout=PATIENCE)
+    now[0] = STALLED_SECONDS - 0.1
+    assert cache.poll(now[0]) == []
+    assert len(readers()) == NUM_READERS, "they may only be slow"
+    now[0] = STALLED_SECONDS
+    granted(cache, waiting, lambda: now[0])
+    assert len(readers()) <= 2 * NUM_READERS
+    gate.open.set()  # they were only slow
+    for ref in stalled:
+        granted(cache, ref, lambda: now[0])
+    assert {load.outcome for load in cache.stats().loads} == {"ok"}
+    deadline = time.monotonic() + PATIENCE
+    while len(readers()) > NUM_READERS:
+        assert time.monotonic() < deadline, "those that stood in end"
+        time.sleep(0.01)
