@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from punica_core.bench import decode, peft_batch, record, throughput
 from punica_core.bench.answers import check_answers
-from punica_core.bench.parts import BASE, check_systems, device_name
+from punica_core.bench.parts import BASE, OFF, SYSTEMS, check_systems, device_name
 from punica_core.bench.session import Answer, Session, int_list, name_list, open_session
 from punica_core.bench.workload import request_lengths
 from punica_core.errors import PunicaError
@@ -27,20 +27,29 @@ PREFILL_SHARE: Final = 8
 """Steps are paced, so that prompts may take so many times the steps that full chunks would: sequences live as long."""
 
 
+MORE_SYSTEMS: Final = tuple(name for name in SYSTEMS if name != OFF)
+"""What an engine with LoRA can measure."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class More:
-    """A further workload: a preset of `punica bench throughput`, so many requests, of which so many run at once."""
+    """A further workload: a preset of `punica bench throughput`, so many requests, of which so many run at once.
+    systems: for whom; empty for those of the main workload."""
 
     workload: str
     at_once: int
     requests: int
+    systems: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> More:
-        workload, at_once, requests = text.split(":")
+        workload, at_once, requests, *systems = text.split(":")
         if workload not in throughput.PRESETS:
             raise ValueError(f"{workload!r} is none of {', '.join(throughput.PRESETS)}")
-        return cls(workload, int(at_once), int(requests))
+        names = tuple(systems[0].split("+")) if len(systems) == 1 else ()
+        if len(systems) > 1 or not set(names) <= set(MORE_SYSTEMS):
+            raise ValueError(f"the systems of {text!r} must be of {'+'.join(MORE_SYSTEMS)}")
+        return cls(workload, int(at_once), int(requests), names)
 
     def options(self, options: argparse.Namespace) -> argparse.Namespace:
         """As if this were the workload that was asked for."""
@@ -88,7 +97,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--warmup", type=int, default=16)
     found.add_argument("--steps", type=int, default=64)
     found.add_argument(
-        "--more", type=more_list, default=(), help="workloads behind it: preset:at once:requests, as in punica:32:64"
+        "--more",
+        type=more_list,
+        default=(),
+        help="workloads behind it: preset:at once:requests[:systems]: punica:32:64:base+skewed",
     )
     found.add_argument("--check-every", type=int, default=40, help="every so many-th answer of the last system")
     return found
@@ -122,7 +134,7 @@ def measure(options: argparse.Namespace, parts: Parts) -> None:
         if answers:
             parts.run("check", lambda: check_answers(session, answers, options.check_every).to_json())
         for more in options.more:
-            for system in options.systems:
+            for system in more.systems or options.systems:
                 name = f"{more.workload}, {more.at_once} at once, {system}"
                 parts.run(name, partial(_more, session, more.options(options), system, more.at_once))
         parts.run("memory", session.memory)

@@ -36,18 +36,22 @@ def test_every_part_is_measured_on_one_engine(tmp_path: Path) -> None:
 
 def test_more_workloads_run_on_the_same_engine(tmp_path: Path) -> None:
     out = tmp_path / "quick.json"
-    more = "punica:2:3,conversation:6:5"
+    more = "punica:2:3,conversation:6:5:base+skewed"
     flags = ["--batches", "1", "--kv-tokens", "8192"]
     assert quick.main([*FLAGS, *flags, "--more", more, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["failed"] == {}
-    for name, requests in (("punica, 2 at once", 3), ("conversation, 6 at once", 5)):
-        assert [report[f"{name}, {system}"]["requests"] for system in ("base", "distinct")] == [requests] * 2
+    for name, requests, systems in (
+        ("punica, 2 at once", 3, ["base", "distinct"]),
+        ("conversation, 6 at once", 5, ["base", "skewed"]),
+    ):
+        rows = {key.removeprefix(f"{name}, "): row for key, row in report.items() if key.startswith(name)}
+        assert {system: row["requests"] for system, row in rows.items()} == dict.fromkeys(systems, requests)
     assert report["punica, 2 at once, base"]["adapters"] == 0
     assert report["punica, 2 at once, distinct"]["adapters"] == 3
 
 
-@pytest.mark.parametrize("text", ["poem:2:3", "punica:2", "punica:two:3"])
+@pytest.mark.parametrize("text", ["poem:2:3", "punica:2", "punica:two:3", "punica:2:3:off", "punica:2:3:base:4"])
 def test_a_workload_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         quick.parser().parse_args([*FLAGS, "--more", text])
