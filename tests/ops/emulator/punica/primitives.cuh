@@ -9,7 +9,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
@@ -20,6 +19,7 @@
 #include <memory>
 #include <vector>
 
+#include "../fiber.h"
 #include "punica/params.h"
 
 using std::max;
@@ -35,7 +35,7 @@ inline EmulatedIndex gridDim;
 namespace emulator {
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack;
   bool done = false;
 };
@@ -49,7 +49,7 @@ constexpr int kStackBytes = 128 << 10;
 constexpr int kWarp = 32;
 
 struct Block {
-  ucontext_t scheduler;
+  Context scheduler;
   std::vector<Fiber> fibers;
   Barrier all;
   std::vector<Barrier> warps;
@@ -63,7 +63,7 @@ inline int64_t prefetched = 0;  // sum of the bytes that were asked for
 
 inline void yield() {
   int const self = threadIdx.x;
-  swapcontext(&block->fibers[self].context, &block->scheduler);
+  block->fibers[self].context.switch_to(block->scheduler);
   threadIdx.x = self;
 }
 
@@ -101,7 +101,7 @@ void enter(unsigned high, unsigned low) {
   auto const* const call = reinterpret_cast<Call<Params> const*>(uint64_t{high} << 32 | low);
   call->kernel(*call->params);
   block->fibers[threadIdx.x].done = true;
-  swapcontext(&block->fibers[threadIdx.x].context, &block->scheduler);
+  block->fibers[threadIdx.x].context.switch_to(block->scheduler);
 }
 
 // Returns false when threads wait for each other forever.
@@ -116,11 +116,7 @@ bool run_block(Call<Params> const& call, int threads) {
   auto const address = reinterpret_cast<uint64_t>(&call);
   for (Fiber& fiber : state.fibers) {
     fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter<Params>), 2, static_cast<unsigned>(address >> 32),
-                static_cast<unsigned>(address));
+    fiber.context.prepare(fiber.stack.get(), kStackBytes, enter<Params>, static_cast<unsigned>(address >> 32), static_cast<unsigned>(address));
   }
   for (int rounds = 0, left = threads; left > 0; ++rounds) {
     if (rounds > 100'000'000) return false;
@@ -128,7 +124,7 @@ bool run_block(Call<Params> const& call, int threads) {
     for (int thread = 0; thread < threads; ++thread) {
       if (state.fibers[thread].done) continue;
       threadIdx.x = thread;
-      swapcontext(&state.scheduler, &state.fibers[thread].context);
+      state.scheduler.switch_to(state.fibers[thread].context);
       left += !state.fibers[thread].done;
     }
   }

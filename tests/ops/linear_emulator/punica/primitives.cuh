@@ -12,7 +12,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +27,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../../emulator/fiber.h"
 #include "punica/params.h"
 
 using std::max;
@@ -79,7 +79,7 @@ struct Block {
 };
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   EmulatedIndex thread;
   EmulatedIndex block;
@@ -91,7 +91,7 @@ struct Fiber {
 };
 
 struct Grid {
-  ucontext_t scheduler;
+  Context scheduler;
   std::vector<Block> blocks;
   std::vector<Barrier> clusters;
   std::vector<Copy> copies;
@@ -116,7 +116,7 @@ inline Block& own_block() { return grid->blocks[self->block.x]; }
 inline void yield(std::function<bool()> ready) {
   Fiber* const fiber = self;
   fiber->ready = std::move(ready);
-  swapcontext(&fiber->context, &grid->scheduler);
+  fiber->context.switch_to(grid->scheduler);
 }
 
 inline uint64_t arrive(Barrier& barrier, int threads) {
@@ -189,7 +189,7 @@ inline void enter() {
   }
   self->done = true;
   --own_block().live;
-  swapcontext(&self->context, &grid->scheduler);
+  self->context.switch_to(grid->scheduler);
 }
 
 // False if a thread failed, or when threads wait for each other for ever: `failure` says which.
@@ -215,10 +215,7 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
     Fiber& fiber = fibers[i];
     fiber.thread.x = static_cast<int>(i % threads);
     fiber.block.x = static_cast<int>(i / threads);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.context, enter, 0);
+    fiber.context.prepare(fiber.stack.get(), kStackBytes, enter);
     live.push_back(&fiber);
   }
   constexpr int kMostPolls = 1000;  // of all threads that are left
@@ -237,7 +234,7 @@ inline bool run_grid(int num_blocks, int threads, int cluster_blocks, int shared
       fiber->ready = nullptr;
       fiber->polls = false;
       self = fiber;
-      swapcontext(&state.scheduler, &fiber->context);
+      state.scheduler.switch_to(fiber->context);
       if (!failure.empty()) break;
     }
     self = nullptr;

@@ -6,8 +6,6 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -18,6 +16,7 @@
 #include <random>
 #include <vector>
 
+#include "../../emulator/fiber.h"
 #include "punica/params.h"
 
 using std::max;
@@ -49,7 +48,7 @@ struct Block {
 };
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   EmulatedIndex thread;
   EmulatedIndex block;
@@ -58,7 +57,7 @@ struct Fiber {
   bool done = false;
 };
 
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline Fiber* self = nullptr;
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline Barrier cluster;
@@ -78,7 +77,7 @@ inline uint64_t arrive(Barrier& barrier) {
 inline void wait(Barrier& barrier, uint64_t phase) {
   while (barrier.phase == phase) {
     Fiber* const fiber = self;
-    swapcontext(&fiber->context, &scheduler);
+    fiber->context.switch_to(scheduler);
   }
 }
 
@@ -98,7 +97,7 @@ auto with_warp(uint64_t word, Use use) {
 inline void enter() {
   run_thread();
   self->done = true;
-  swapcontext(&self->context, &scheduler);
+  self->context.switch_to(scheduler);
 }
 
 // Runs the blocks [first, first + num_blocks) as one cluster. False when threads wait for each other for ever.
@@ -118,10 +117,7 @@ inline bool run_cluster(int first, int num_blocks, int cache_words, std::mt19937
     fiber.thread.x = i % kThreads;
     fiber.rank = i / kThreads;
     fiber.block.x = first + fiber.rank;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.context, enter, 0);
+    fiber.context.prepare(fiber.stack.get(), kStackBytes, enter);
     live.push_back(&fiber);
   }
   for (int rounds = 0; !live.empty(); ++rounds) {
@@ -129,7 +125,7 @@ inline bool run_cluster(int first, int num_blocks, int cache_words, std::mt19937
     std::shuffle(live.begin(), live.end(), random);
     for (Fiber* fiber : live) {
       self = fiber;
-      swapcontext(&scheduler, &fiber->context);
+      scheduler.switch_to(fiber->context);
     }
     std::erase_if(live, [](Fiber const* fiber) { return fiber->done; });
   }
