@@ -33,7 +33,7 @@ check: $(VENV)/.dev    ## lint, types, import contracts
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev     ## the tests (PYTEST="-k name" to choose)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 parity: $(VENV)/.dev   ## every demo prompt × every adapter against PEFT, on the real demo model (minutes)
 	$(BIN)/python -m pytest -m slow --timeout 3600 tests/parity $(PYTEST)

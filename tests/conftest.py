@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Those who run tests side by side share the cores, and so do the servers they start: more threads than cores spend
+    # their time waiting for each other. Read when torch is first imported.
+    _cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+
+LONGEST_FIRST = (
+    "parity/test_parity.py",
+    "live/test_faults.py",
+    "live/test_mixed_requests.py",
+    "live/test_openai_client.py",
+    "scheduler/test_scheduler_machine.py",
+    "live/test_tiny_engine.py",
+    "app/test_bench_command.py",
+    "live/test_tenants.py",
+    "engine/test_format_precision.py",
+    "ops/test_emulated_linear.py",
+    "ops/test_emulated_prompt.py",
+)
+"""Files under tests/ that take tens of seconds. Those who share the work take one file after another in this order, and
+then the others, and so end at about the same time."""
 
 
 def _has_gpu() -> bool:
@@ -15,11 +38,10 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`gpu` tests skip without a GPU; `slow` ones run only when `-m` asks for them.
-
-    The files that take longest come first, so that those who share the work end at about the same time.
-    """
-    items.sort(key=lambda item: item.path.parent.name not in ("parity", "live"))
+    """`gpu` tests skip without a GPU; `slow` ones run only when `-m` asks for them. LONGEST_FIRST come first."""
+    root = Path(__file__).parent
+    turn = {root / name: index for index, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: turn.get(item.path, len(turn)))
     wants_slow = "slow" in config.getoption("-m")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST_FIRST
+
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
@@ -33,6 +35,10 @@ def test_the_front_end_imports_neither_torch_nor_transformers(module: str) -> No
     program = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'peft'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_files_that_come_first_are_there() -> None:
+    assert [name for name in LONGEST_FIRST if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_only_the_bindings_see_torch() -> None:
