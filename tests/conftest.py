@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.demo import ADAPTERS, demo_model
+from tests.support.server import LiveServer, serve
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Those who run tests side by side share the cores, and so do the servers they start: more threads than cores spend
@@ -62,3 +66,12 @@ def nvcc() -> str:
             pytest.fail(reason)
         pytest.skip(reason)
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A real server on the demo model, with its adapters."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = ("--model", str(demo_model()), "--adapters", str(ADAPTERS), "--served-model-name", "base")
+    with serve(log, *flags) as server:
+        yield server

@@ -47,7 +47,7 @@ def test_200_requests_with_random_cancels_all_end_and_leak_nothing(demo_server: 
         call = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": f"Tell me about the number {index}."}],
-            max_tokens=12,
+            max_tokens=6,
             temperature=0,
         )
         try:

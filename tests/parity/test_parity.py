@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI
 
 from tests.support.demo import ADAPTERS, adapter_names, demo_model, peft_answers, prompts
-from tests.support.server import LiveServer, serve
+from tests.support.server import LiveServer
 
 # PEFT asks transformers for it; neither is ours to change.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -23,13 +22,6 @@ BASE = "base"
 @pytest.fixture(scope="module")
 def model_dir() -> Path:
     return demo_model()
-
-
-@pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("parity") / "log"
-    with serve(log, "--model", str(model_dir), "--adapters", str(ADAPTERS), "--served-model-name", BASE) as running:
-        yield running
 
 
 async def ask(client: AsyncOpenAI, model: str, messages: list[dict[str, str]], stream: bool) -> str:
@@ -71,12 +63,12 @@ def check_parity(server: LiveServer, model_dir: Path, conversations: list[list[d
     assert len(set(all_answers)) == len(all_answers), "two models gave the same answers to every prompt"
 
 
-def test_answers_equal_pefts_on_some_prompts(server: LiveServer, model_dir: Path) -> None:
-    check_parity(server, model_dir, prompts()[::8])
+def test_answers_equal_pefts_on_some_prompts(demo_server: LiveServer, model_dir: Path) -> None:
+    check_parity(demo_server, model_dir, prompts()[::10])
 
 
 @pytest.mark.slow
-def test_answers_equal_pefts_on_all_prompts(server: LiveServer, model_dir: Path) -> None:
+def test_answers_equal_pefts_on_all_prompts(demo_server: LiveServer, model_dir: Path) -> None:
     conversations = prompts()
     assert len(conversations) == 30
-    check_parity(server, model_dir, conversations)
+    check_parity(demo_server, model_dir, conversations)
