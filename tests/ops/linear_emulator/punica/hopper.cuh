@@ -131,6 +131,7 @@ void await_products() {
     for (auto const& product : groups.front()) product.run();
     groups.erase(groups.begin());
   }
+  emulator::meet_warp();  // the instruction is the warp's: no lane goes on before the others' products are done
 }
 
 inline uint32_t address_in_block(uint32_t address, int block) {

@@ -169,8 +169,9 @@ inline void advance(CopyBarrier& barrier) {
 }
 
 inline void finish(size_t index) {
-  Copy const copy = std::move(grid->copies[index]);
-  grid->copies.erase(grid->copies.begin() + static_cast<long>(index));
+  std::swap(grid->copies[index], grid->copies.back());  // any order will do, and there can be thousands
+  Copy const copy = std::move(grid->copies.back());
+  grid->copies.pop_back();
   copy.move();
   CopyBarrier& barrier = grid->blocks[copy.block].copies[copy.barrier];
   barrier.bytes -= copy.bytes;
