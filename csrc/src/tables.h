@@ -47,7 +47,7 @@ inline Scratch make_scratch(torch::stable::Tensor const& v, torch::stable::Tenso
   int const max_splits = static_cast<int>(std::min<int64_t>(room, std::numeric_limits<int>::max()));
   int const num_blocks = num_sms * shrink_blocks_per_sm(to_int(num_rows));
   int* const counters = static_cast<int*>(plan.data_ptr()) + plan.numel() - kNumCounters;
-  return {start, start + first_part, counters, to_int(num_rows), max_splits, num_blocks, summed};
+  return {start, start + first_part, counters, to_int(num_rows), max_splits, num_blocks, static_cast<int>(max_rank), summed};
 }
 
 }  // namespace punica

@@ -62,7 +62,8 @@ def lora_shrink(
         arena: 1-D, bf16 or fp16 (CPU also fp32).
         table: int64 ``[slices, N, 6]``.
         plan: int32 ``[capacity]`` of at most T rows, with counters at its end that are zero between calls: what uses
-            one plan runs one after another, on one stream or in an order that the caller makes.
+            one plan runs one after another, on one stream or in an order that the caller makes. A kernel that finds
+            more rows, or a lora_rank above max_rank, stops with a CUDA error.
         max_rank: bound of every lora_rank in the plan; ``SegmentPlan.rank_pitch`` is the least that will do.
         summed: the parts are added here, in place of by each block of ``lora_expand``: this call takes a microsecond
             longer, which what runs beside it hides, and that one is shorter.

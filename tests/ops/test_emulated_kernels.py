@@ -14,6 +14,8 @@ from tests.ops.emulator import KERNELS, EmulatedKernels
 from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import MIXED_RANKS, LoraBatch, check_applied, check_overwritten, make_batch, rows_of
 
+STOPPED = "CUDA error 719"  # cudaErrorLaunchFailure
+
 
 @pytest.fixture(scope="module")
 def library(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -109,6 +111,20 @@ def test_records_may_lie_slot_by_slot_or_module_by_module(library) -> None:
     assert not batch.table.is_contiguous()
     batch.table = batch.table.contiguous()
     assert torch.equal(EmulatedKernels(library).apply(batch), want)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("misuse", ["max_rank", "rows"])
+def test_a_plan_that_the_scratch_has_no_room_for_stops_the_kernels(library, misuse, summed) -> None:
+    batch = make_batch(rows_of([3, 5]), ranks=[8, 40], dtype=torch.bfloat16)
+    if misuse == "max_rank":
+        batch.max_rank = 32
+    else:
+        batch.x = batch.x[:7]
+    with pytest.raises(RuntimeError, match=STOPPED):
+        EmulatedKernels(library).apply(batch, summed=summed)
+    with pytest.raises(RuntimeError, match=STOPPED):
+        EmulatedKernels(library).embed(batch, torch.zeros(len(batch.x), dtype=torch.int32))
 
 
 def is_wrong(library: Path, case: str) -> bool:

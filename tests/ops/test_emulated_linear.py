@@ -131,6 +131,63 @@ def test_a_tile_that_does_not_fit_is_refused(library) -> None:
         EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, out, LinearTile(8, 64, 2, 2, 1))
 
 
+NEXT, DONE = -4, -3
+"""Words of a plan: the counters of the queue and of complete units."""
+
+
+def with_max_rank(layer: Layer, max_rank: int) -> None:
+    layer.batch.max_rank = max_rank
+
+
+def with_rows(layer: Layer, num_rows: int) -> None:
+    layer.batch.x = layer.batch.x[:num_rows]
+
+
+def with_older_plan(layer: Layer, lora_rank: int) -> None:
+    layer.batch.plan.set_rows(layer.batch.row_slots, np.full_like(layer.batch.tables.slot_rank, lora_rank))
+
+
+def with_counter(layer: Layer, word: int, value: int) -> None:
+    layer.batch.plan.plan[word] = value
+
+
+MISUSES = {
+    "max_rank below the plan's": ("one row", with_max_rank, 8),
+    "fewer rows than the plan has": ("one adapter, blocks alone", with_rows, 59),
+    "a larger lora_rank than when the plan was built": ("one row", with_older_plan, 8),
+    "another kernel counts units": ("one row", with_counter, DONE, 1),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_that_only_the_device_can_see_stops_the_kernel(library, name) -> None:
+    case, misuse, *arguments = MISUSES[name]
+    layer = CASES[case].layer()
+    out = torch.full_like(layer.batch.y, torch.nan)
+    misuse(layer, *arguments)
+    with pytest.raises(KernelFailed, match="the kernel stops"):
+        EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, out, CASES[case].tile)
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_ever_for_units_that_another_kernel_has_taken(nvcc, tmp_path) -> None:
+    library = compile_changed(nvcc, tmp_path, ("linear_shrink.cuh", "kMostPolls = 1 << 24", "kMostPolls = 1 << 6"))
+    layer = CASES["one row"].layer()
+    with_counter(layer, NEXT, 1)
+    with pytest.raises(KernelFailed, match="the kernel stops"):
+        EmulatedLinear(library)(layer.batch, layer.weight, layer.bias, layer.batch.y, CASES["one row"].tile)
+
+
+def compile_changed(nvcc: str, folder: Path, change: tuple[str, str, str]) -> Path:
+    """The kernels with the text in a header, which is there once, replaced by another."""
+    header, text, other = change
+    sources = Path(shutil.copytree(source_directory(), folder / "csrc"))
+    path = sources / "include" / "punica" / header
+    assert path.read_text().count(text) == 1
+    path.write_text(path.read_text().replace(text, other))
+    return compile_kernels(nvcc, KERNELS, folder / "changed.so", sources)
+
+
 def is_wrong(library: Path, name: str) -> bool:
     try:
         for seed in range(3):
@@ -163,8 +220,8 @@ BREAKS = {
     ),
     "nobody waits for the low-rank rows": (
         "linear_shrink.cuh",
-        "while (load_acquire(counters.done) < total) pause();",
-        "",
+        "done < total && polls < kMostPolls",
+        "false",
     ),
     "the queue is not emptied": ("linear_shrink.cuh", "*counters.next = 0;", ";"),
     "the count of units is kept": ("linear_shrink.cuh", "*counters.done = 0;", ""),
@@ -188,8 +245,8 @@ BREAKS = {
     "x is read before it is there": ("linear.cuh", "  wait_for_previous();\n#pragma", "#pragma"),
     "adapters do not wait for the kernel in front": (
         "linear_shrink.cuh",
-        "  wait_for_previous();\n  if (threadIdx",
-        "  if (threadIdx",
+        "  wait_for_previous();\n  bool there",
+        "  bool there",
     ),
     "sums are given before the ring has been read": (
         "linear.cuh",
@@ -219,10 +276,5 @@ BREAKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_kernel_is_noticed(nvcc, tmp_path, name) -> None:
-    header, text, broken = BREAKS[name]
-    sources = Path(shutil.copytree(source_directory(), tmp_path / "csrc"))
-    path = sources / "include" / "punica" / header
-    assert path.read_text().count(text) == 1
-    path.write_text(path.read_text().replace(text, broken))
-    library = compile_kernels(nvcc, KERNELS, tmp_path / "broken.so", sources)
+    library = compile_changed(nvcc, tmp_path, BREAKS[name])
     assert any(is_wrong(library, each) for each in CASES)

@@ -191,6 +191,19 @@ def test_each_gpu_is_asked_once(library) -> None:
     assert gpu.clusters(300, first) == (8, 30)
 
 
+@pytest.mark.parametrize("misuse", ["max_rank", "rows", "older plan"])
+def test_misuse_that_only_the_device_can_see_stops_the_kernel(library, misuse) -> None:
+    batch = CASES["no multiple of a pass"].batch()
+    if misuse == "max_rank":
+        batch.max_rank = 64
+    elif misuse == "rows":
+        batch.x = batch.x[:-1]
+    else:
+        batch.plan.set_rows(batch.row_slots, np.minimum(batch.tables.slot_rank, 64))
+    with pytest.raises(KernelFailed, match="the kernel stops"):
+        emulated_prompt_shrink(library, batch)
+
+
 def is_wrong(library: Path, case: Case) -> bool:
     try:
         for seed in range(3):

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const __grid_const
   start_next();
   wait_for_previous();
   Tables const& tables = params.tables;
-  WorkList const work = load_work_list(tables.plan);
+  WorkList const work = load_work_list(tables, params.scratch);
   for (int index = blockIdx.x; index < work.num_shares; index += gridDim.x) {
     int4 const tile = load_item(tables.plan, work.shares_offset, index);
     if ((tile.w & 0xffff) != 0) continue;  // once a tile

@@ -36,7 +36,7 @@ template <int kWarps, bool kAll, typename Visit>
 __device__ inline void for_each_part(ExpandParams const& params, Visit visit) {
   __shared__ Walk all_kept[kWarps];
   Walk& kept = all_kept[threadIdx.x / 32];
-  WorkList const first = load_work_list(params.tables.plan);
+  WorkList const first = load_work_list(params.tables, params.scratch);
   Walk walk{first, make_cut<kWarps>(params, first)};
   if (threadIdx.x % 32 == 0) kept = walk;
   __syncwarp();

@@ -220,13 +220,13 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
   int const lane = threadIdx.x % 32;
   Tables const& tables = params.shrink.tables;
   int4 const header = load_metadata(reinterpret_cast<int4 const*>(tables.plan));
-  int const rank_pitch = load_metadata(reinterpret_cast<int4 const*>(tables.plan + kLeastShares)).y;
+  int const rank_pitch = load_work_list(tables, params.shrink.scratch).rank_pitch;
   int const num_segments = header.x;
   int const end_column = min(first_column + params.tile.height, params.out_features);
   int const eights = (params.num_rows + 7) / 8;
   int const first_row = eights * split / params.tile.splits * 8;
   int const end_row = eights * (split + 1) / params.tile.splits * 8;
-  bool must_wait = true;
+  bool must_wait = true, there = false;
 #pragma unroll 1
   for (int start = 0; start < num_segments; start += 32) {
     int const index = start + lane;
@@ -244,6 +244,7 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       if (begin >= end) continue;
       TableRecord record{};
       if (slot >= 0) record = load_record(tables, slice, slot);
+      demand(record.lora_rank <= rank_pitch);
       segment.lora_rank = record.lora_rank;
       segment.scale = record.scale;
       segment.b = static_cast<T const*>(tables.arena) + record.b_offset + static_cast<int64_t>(begin - params.columns[slice]) * (segment.row_bytes() / 2);
@@ -251,7 +252,7 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       int const bytes = (end - begin) * segment.row_bytes();
       if (must_wait) {
         if ((todo >> lane & 1) && bytes * __popc(todo) <= kPrefetchBytes) prefetch(segment.b, bytes);
-        await_hidden(params.shrink);
+        there = await_hidden(params.shrink);
         ring.await_adapters();
       }
       must_wait = false;
@@ -260,7 +261,8 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       stream.put_all(todo, segment);
     }
   }
-  if (must_wait) await_hidden(params.shrink);
+  if (must_wait) there = await_hidden(params.shrink);
+  demand(there);  // here, once: behind each wait it makes other warps spill registers
   ring.await_adapters();
   ring.await_empty();
   if (lane == 0) {

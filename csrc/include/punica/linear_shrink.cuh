@@ -12,6 +12,7 @@ namespace punica {
 #ifdef PUNICA_HOPPER
 
 constexpr int kShrinkBarrier = 3;
+constexpr int kMostPolls = 1 << 24;  // seconds: nothing that is being worked on takes so long
 
 template <typename Team>
 struct LinearShared;
@@ -64,7 +65,7 @@ __device__ inline void shrink_from_queue(ShrinkParams const& params, ShrinkShare
   Tables const& tables = params.tables;
   wait_for_previous();  // the kernel in front may use the counters too
   if (Team::thread() == 0) shared.tickets[0] = count(counters.next);
-  WorkList const work = load_work_list(tables.plan);
+  WorkList const work = load_work_list(tables, params.scratch);
   int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
   int const total = work.num_units * tables.slices * splits;
 #pragma unroll 1
@@ -96,13 +97,21 @@ __device__ inline void shrink_from_queue(ShrinkParams const& params, ShrinkShare
   }
 }
 
-// Until all low-rank rows of the step are there, for the copy engine too. By a whole warp of each block, once.
-__device__ inline void await_hidden(ShrinkParams const& params) {
+// Until all low-rank rows of the step are there, for the copy engine too. False if they are not: two kernels use the plan at the same time. By a whole
+// warp of each block, once.
+__device__ inline bool await_hidden(ShrinkParams const& params) {
   wait_for_previous();
+  bool there = true;
   if (threadIdx.x % 32 == 0) {
     LinearCounters const counters(params.scratch);
     int const total = load_metadata(reinterpret_cast<int4 const*>(params.tables.plan + kNumShrinkUnits)).x * params.tables.slices;
-    while (load_acquire(counters.done) < total) pause();
+    int done = load_acquire(counters.done);
+#pragma unroll 1
+    for (int polls = 1; done < total && polls < kMostPolls; ++polls) {
+      pause();
+      done = load_acquire(counters.done);
+    }
+    there = done == total;
     if (count(counters.passed) == static_cast<int>(gridDim.x) - 1) {
       *counters.done = 0;
       *counters.passed = 0;
@@ -110,6 +119,7 @@ __device__ inline void await_hidden(ShrinkParams const& params) {
     fence_copies_from_memory();
   }
   __syncwarp();
+  return there;
 }
 
 #endif

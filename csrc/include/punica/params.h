@@ -76,6 +76,7 @@ struct Scratch {
   int num_rows;
   int max_splits;  // how many fit
   int num_blocks;  // of shrink: work items that run at once
+  int max_rank;
   bool summed;
 };
 

@@ -68,6 +68,11 @@ __device__ inline void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint
   }
 }
 
+// Where the call was wrong in a way that the host cannot see: the kernel stops with an error, and neither waits for ever nor writes where it must not.
+__device__ inline void demand(bool holds) {
+  if (!holds) __trap();
+}
+
 // What the thread has written is seen by whoever sees what it writes afterwards.
 __device__ inline void fence() { __threadfence(); }
 

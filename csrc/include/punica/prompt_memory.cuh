@@ -40,7 +40,7 @@ struct PromptLayout {
   int num_stages;
   int mail_groups;
 
-  __device__ explicit PromptLayout(Tables const& tables) : rank_pitch(load_work_list(tables.plan).rank_pitch) {
+  __device__ PromptLayout(Tables const& tables, Scratch const& scratch) : rank_pitch(load_work_list(tables, scratch).rank_pitch) {
     int const groups = min(tables.slices * ((rank_pitch + kGroupRanks - 1) / kGroupRanks), kPassGroups);
     mail_groups = min(groups, kMailGroups);
     stage_bytes = kPromptXBytes + groups * kPromptBoxBytes;

@@ -54,12 +54,13 @@ __device__ inline void bring_x(PromptParams const& params, PromptSteps<kBlocks> 
 
 // By a warp, a group by each lane, or four that lie behind one another. The rows of a group that its adapter does not have are of something else, and their products are not used.
 template <int kBlocks>
-__device__ inline void bring_a(PromptParams const& params, PromptSteps<kBlocks> const& steps, StageRing ring) {
+__device__ inline void bring_a(PromptParams const& params, PromptSteps<kBlocks> const& steps, int rank_pitch, StageRing ring) {
   int const lane = threadIdx.x % 32;
   int const starts = params.shrink.in_features / kStartElements;
   PromptWalk<kBlocks> walk(params.shrink.tables);
 #pragma unroll 1
   for (; !walk.done(); walk.look_ahead(), walk.advance()) {
+    for (int const lora_rank : walk.tile().lora_rank) demand(lora_rank <= rank_pitch);
     int const all_groups = walk.tile().num_groups();
 #pragma unroll 1
     for (int first = 0; first < all_groups; first += kPassGroups) {
@@ -205,7 +206,7 @@ __device__ inline void prompt_block(PromptParams const& params) {
   }
   __syncthreads();
   cluster.arrive_begun();  // nobody sends to a block that has not begun
-  PromptLayout const layout(params.shrink.tables);
+  PromptLayout const layout(params.shrink.tables, params.shrink.scratch);
   PromptSteps<kBlocks> const steps(params.shrink.in_features, block);
   StageRing const ring(shared, memory, layout);
   if (threadIdx.x < kMultipliers) {
@@ -213,7 +214,7 @@ __device__ inline void prompt_block(PromptParams const& params) {
     shrink_tiles<T>({params.shrink, steps.count, layout.rank_pitch, block}, cluster, ring, mail);
   } else {
     if (threadIdx.x < kMultipliers + 32) {
-      bring_a(params, steps, ring);
+      bring_a(params, steps, layout.rank_pitch, ring);
     } else {
       bring_x(params, steps, ring);
     }

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(ShrinkBlock::kThreads, 2) shrink_kernel(const 
   if (!params.beside) start_next();
   bool must_wait = true;
   Tables const& tables = params.tables;
-  WorkList const work = load_work_list(tables.plan);
+  WorkList const work = load_work_list(tables, params.scratch);
   int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
   for (int index = blockIdx.x; index < work.num_units * tables.slices * splits; index += gridDim.x) {
     ShrinkItem item;

@@ -102,6 +102,14 @@ __device__ inline WorkList load_work_list(int32_t const* plan) {
   return {words.x, words.y, words.z, words.w, more.x, more.y};
 }
 
+// For what shrinks or expands: the step of the plan must fit the scratch.
+__device__ inline WorkList load_work_list(Tables const& tables, Scratch const& scratch) {
+  int const num_rows = load_metadata(reinterpret_cast<int4 const*>(tables.plan)).y;
+  WorkList const work = load_work_list(tables.plan);
+  demand(num_rows <= scratch.num_rows && work.rank_pitch <= scratch.max_rank);
+  return work;
+}
+
 __device__ inline TableRecord load_record(Tables const& tables, int slice, int slot) {
   auto const* words = reinterpret_cast<int4 const*>(tables.table + static_cast<int64_t>(slice) * tables.slice_stride + static_cast<int64_t>(slot) * tables.slot_stride);
   TableRecord record;

@@ -35,6 +35,7 @@ class _Scratch(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("max_splits", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
+        ("max_rank", ctypes.c_int),
         ("summed", ctypes.c_bool),
     )
 
@@ -110,7 +111,7 @@ class EmulatedKernels:
         num_blocks = self._num_sms * (1 if rows <= 16 else 2)
         counters = plan[len(plan) - NUM_COUNTERS :].data_ptr()
         parts = batch.v[first_part:].data_ptr()
-        return _Scratch(batch.v.data_ptr(), parts, counters, rows, splits, num_blocks, summed)
+        return _Scratch(batch.v.data_ptr(), parts, counters, rows, splits, num_blocks, batch.max_rank, summed)
 
     def _expand(
         self,

@@ -85,6 +85,7 @@ class EmulatedLinear:
             rows,
             (batch.v.numel() - first_part) // split,
             0,
+            batch.max_rank,
             True,
         )
         # The parameters begin on 64 bytes.

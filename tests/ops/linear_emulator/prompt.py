@@ -67,7 +67,8 @@ def emulated_prompt_shrink(
     num_blocks = num_clusters * cluster_blocks
     # A GPU that has room for clusters of that size alone.
     kernels.set_prompt_room(*(MUCH_ROOM if size == cluster_blocks else 0 for size in (LARGE_CLUSTER, SMALL_CLUSTER)))
-    scratch = _Scratch(batch.v.data_ptr(), parts.data_ptr(), counters.data_ptr(), rows, 1, num_blocks, True)
+    places = (batch.v.data_ptr(), parts.data_ptr(), counters.data_ptr())
+    scratch = _Scratch(*places, rows, 1, num_blocks, batch.max_rank, True)
     # The parameters begin on 64 bytes.
     memory = ctypes.create_string_buffer(ctypes.sizeof(_PromptParams) + 64)
     params = _PromptParams.from_buffer(memory, -ctypes.addressof(memory) % 64)

@@ -59,6 +59,7 @@ struct Block {
 inline Block* block = nullptr;
 inline bool waited = true;  // whether every thread has waited for the kernel before; reset by launch
 inline int threads_waited = 0;
+inline bool stopped = false;    // a thread has stopped the kernel
 inline int64_t prefetched = 0;  // sum of the bytes that were asked for
 
 inline void yield() {
@@ -125,6 +126,7 @@ bool run_block(Call<Params> const& call, int threads) {
       if (state.fibers[thread].done) continue;
       threadIdx.x = thread;
       state.scheduler.switch_to(state.fibers[thread].context);
+      if (stopped) return false;
       left += !state.fibers[thread].done;
     }
   }
@@ -142,14 +144,20 @@ namespace punica {
 inline void wait_for_previous() { ++emulator::threads_waited; }
 inline void start_next() {}
 
+inline void demand(bool holds) {
+  if (holds) return;
+  emulator::stopped = true;
+  emulator::yield();
+}
 
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), int grid, int threads, Params const& params, LaunchConfig const&) {
   emulator::Call<Params> const call{kernel, &params};
   gridDim.x = grid;
   emulator::waited = true;
+  emulator::stopped = false;
   for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-    if (!emulator::run_block(call, threads)) return cudaErrorLaunchTimeout;
+    if (!emulator::run_block(call, threads)) return emulator::stopped ? cudaErrorLaunchFailure : cudaErrorLaunchTimeout;
   return emulator::waited ? cudaSuccess : cudaErrorUnknown;  // every thread waits exactly once
 }
 

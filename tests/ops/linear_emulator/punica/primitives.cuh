@@ -299,6 +299,9 @@ inline void wait_for_previous() {
   if (!emulator::grid->in_front_ended) emulator::yield([] { return emulator::grid->in_front_ended; });
 }
 inline void start_next() {}
+inline void demand(bool holds) {
+  if (!holds) emulator::fail("the kernel stops");
+}
 
 template <typename Params>
 cudaError_t launch(void (*)(Params), int, int, Params const&, LaunchConfig const&) {
