@@ -18,11 +18,21 @@ struct Cluster {
   int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
   int const size = static_cast<int>(cooperative_groups::this_cluster().num_blocks());
 
-  // Between the two lies what needs no other block. Writes before arrive() are seen after wait(), in the whole cluster.
-  __device__ void arrive() const { cooperative_groups::this_cluster().barrier_arrive(); }
-  __device__ void wait() const { cooperative_groups::this_cluster().barrier_wait(); }
+  // Between the two lies what needs no other block. Writes before arrive() are seen after wait(), in the whole cluster. By whole warps, which come
+  // together here.
+  __device__ void arrive() const {
+    __syncwarp();
+    cooperative_groups::this_cluster().barrier_arrive();
+  }
+  __device__ void wait() const {
+    __syncwarp();
+    cooperative_groups::this_cluster().barrier_wait();
+  }
   // As arrive(), but of what was written only barriers of the copy engine are seen, which were fenced.
-  __device__ void arrive_begun() const { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+  __device__ void arrive_begun() const {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
 
   // Where `local`, a variable in shared memory, lies in another block.
   template <typename V>

@@ -40,6 +40,7 @@ __device__ inline void bring_x(PromptParams const& params, PromptSteps<kBlocks> 
     for (int group = 0; group < num_groups; group += kPassGroups)
 #pragma unroll 1
       for (int step = 0; step < steps.count; ++step) {
+        __syncwarp();
         ring.await_empty();
         if (lane == 0) arrive_for(ring.full(), boxes * kPromptBoxBytes);
         if (boxes == kMaxTileRows / kPromptBoxRows) {
@@ -79,6 +80,7 @@ __device__ inline void bring_a(PromptParams const& params, PromptSteps<kBlocks> 
           start -= starts;
           ++row;
         }
+        __syncwarp();
         ring.await_empty();
         if (lane == 0) arrive_for(ring.full(), num_groups * kPromptBoxBytes);
         uint32_t const to = ring.memory() + kPromptXBytes + lane * kPromptBoxBytes;
@@ -218,7 +220,6 @@ __device__ inline void prompt_block(PromptParams const& params) {
     } else {
       bring_x(params, steps, ring);
     }
-    __syncwarp();
     cluster.wait();
   }
 }
