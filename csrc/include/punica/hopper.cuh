@@ -74,6 +74,21 @@ __device__ inline void await(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// And what other blocks of the cluster sent with the phase is seen.
+__device__ inline void await_in_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred done;\n"
+      "again:\n"
+      "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "  @done bra over;\n"
+      "  bra again;\n"
+      "over:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // What others wrote before they wrote that is seen too.
 __device__ inline int load_acquire(int const* pointer) {
   int value;

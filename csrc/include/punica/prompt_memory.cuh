@@ -122,7 +122,8 @@ class Mail {
     }
   }
 
-  __device__ void await_there() const { await(there_, count_ & 1); }
+  // Bytes that come from other blocks are seen by who waits at the scope of the cluster.
+  __device__ void await_there() const { await_in_cluster(there_, count_ & 1); }
 
   // Four ranks of a row of an octet of a group, summed over the blocks. A lane of a product has two pairs of ranks, eight apart.
   __device__ float4 sum(int index) const {

@@ -168,6 +168,8 @@ inline void arrive_in_cluster(uint32_t barrier) {
   emulator::advance(state);
 }
 
+inline void await_in_cluster(uint32_t barrier, uint32_t parity) { await(barrier, parity); }
+
 inline void named_barrier(int number, int threads) { emulator::meet(emulator::own_block().named[number], threads); }
 
 inline int times_asked_for_room = 0;
