@@ -242,7 +242,16 @@ BREAKS = {
         "  wait_for_previous();  // the kernel in front may use the counters too\n",
         "",
     ),
-    "x is read before it is there": ("linear.cuh", "  wait_for_previous();\n#pragma", "#pragma"),
+    "x is read before it is there": (
+        "linear.cuh",
+        "  wait_for_previous();\n  start_next();\n#pragma",
+        "#pragma",
+    ),
+    "the next kernel starts before the one in front has ended": (
+        "linear.cuh",
+        "  wait_for_previous();\n  start_next();\n#pragma",
+        "  start_next();\n  wait_for_previous();\n#pragma",
+    ),
     "adapters do not wait for the kernel in front": (
         "linear_shrink.cuh",
         "  wait_for_previous();\n  bool there",

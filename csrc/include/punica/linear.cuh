@@ -81,6 +81,7 @@ template <int kRows>
 __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, int first_step, int num_steps, int first_column) {
   LinearTile const& tile = params.tile;
   wait_for_previous();
+  start_next();
 #pragma unroll 1
   for (int step = first_step; step < first_step + num_steps; ++step) {
     uint32_t to = ring.await_empty();

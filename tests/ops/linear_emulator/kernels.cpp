@@ -36,6 +36,7 @@ int linear(int bf16, punica::LinearParams* params, punica::EmulatedMap const* we
   int const shared_bytes = fit_tile(*params, max_rank);
   if (shared_bytes == 0) return 1;
   begin_in_front(*params);
+  emulator::starts_next_late = true;
   LaunchConfig const config{static_cast<int>(seed), true, nullptr};
   auto const launch = bf16 ? launch_linear<__nv_bfloat16> : launch_linear<__half>;
   return launch(*params, shared_bytes, config) == cudaSuccess ? 0 : 2;

@@ -181,6 +181,7 @@ inline void finish(size_t index) {
 inline std::function<void()> thread_body;
 inline std::function<void()> end_in_front;  // what the kernel in front does last
 inline std::string failure;
+inline bool starts_next_late = false;  // the kernel may be in front of one that relies on all before it having ended
 
 inline void enter() {
   try {
@@ -298,7 +299,9 @@ namespace punica {
 inline void wait_for_previous() {
   if (!emulator::grid->in_front_ended) emulator::yield([] { return emulator::grid->in_front_ended; });
 }
-inline void start_next() {}
+inline void start_next() {
+  if (emulator::starts_next_late && !emulator::grid->in_front_ended) emulator::fail("the next kernel may start before the one in front has ended");
+}
 inline void demand(bool holds) {
   if (!holds) emulator::fail("the kernel stops");
 }
