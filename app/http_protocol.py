@@ -5,6 +5,7 @@ envelope for what is no HTTP."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import itertools
 from typing import Any
@@ -74,6 +75,8 @@ class HttpProtocol(HttpToolsProtocol):
     while a client does not take what is sent: what one that reads nothing costs is bounded in time, and by the
     transport's buffer, since an answer is made as it is taken.
 
+    uvicorn tells only the last of several pipelined requests that the client has left; here all are told.
+
     A client's wish for another protocol is ignored, as HTTP allows (RFC 9110, 7.8): those of Java ask for HTTP/2 first.
     """
 
@@ -92,6 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of what the parser has told us, and of what it still holds
         self._refusal: tuple[int, str, str | None] | None = None
         self._repeats_head = False
+        self._unanswered: collections.deque[RequestResponseCycle] = collections.deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -109,6 +113,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._crowd.idle.pop(self, None)
         self._disarm()
         self._stop_sending_timer()
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._unanswered.clear()
         super().connection_lost(exc)
 
     def give_way(self) -> None:
@@ -227,6 +235,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _Http10Cycle
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and self._framing():

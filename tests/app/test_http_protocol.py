@@ -190,13 +190,20 @@ def test_what_is_pipelined_behind_a_stream_waits_for_its_end(server: Process) ->
     assert json.loads(second.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == "end"
 
 
-def test_a_client_that_closes_its_sending_side_has_left(server: Process) -> None:
+@pytest.mark.parametrize("behind", [0, 1, 5])
+def test_a_client_that_closes_its_sending_side_has_left(server: Process, behind: int) -> None:
+    """Also the request that is being answered, when others are pipelined behind it."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(completion("a", max_tokens=50_000))
+        connection.sendall(completion("a", max_tokens=50_000) + completion("b") * behind)
+        wait_for_in_flight(server, 1)
         connection.shutdown(socket.SHUT_WR)
         assert connection.makefile("rb").read() == b""
+    wait_for_in_flight(server, 0)
+
+
+def wait_for_in_flight(server: Process, count: int) -> None:
     deadline = time.monotonic() + 20
-    while "punica_in_flight 0.0" not in httpx.get(f"{server.url}/metrics").text:
+    while f"punica_in_flight {count}.0" not in httpx.get(f"{server.url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.05)
