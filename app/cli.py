@@ -20,9 +20,10 @@ import uvloop
 from app import adapters_command, demo, keys_command, settings
 from app.adapter_survey import SurveyThread
 from app.banner import Spinner, ready_text, say
+from app.file_threads import on_daemon_thread
 from app.service import Service, version
 from app.settings import Settings
-from app.start_watch import StartWatch, call_watched, on_daemon_thread
+from app.start_watch import StartWatch, call_watched
 from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
 

@@ -30,6 +30,14 @@ class _Key:
     began_at: float | None = None
 
 
+async def on_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
+    """What `work` returns or raises. A thread of its own, which nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[ResultT] = loop.create_future()
+    threading.Thread(target=_make, args=((work, loop, result),), name="call", daemon=True).start()
+    return await result
+
+
 class FileThreads:
     """At most `max_threads` daemon threads, started when they are needed. seconds: see LOOKUP_SECONDS."""
 
@@ -128,7 +136,7 @@ def _make(call: _Call) -> bool:
     value, error = None, None
     try:
         value = work()
-    except Exception as raised:  # is the caller's
+    except BaseException as raised:  # is the caller's; a panic of a library in Rust is no Exception
         error = raised
     try:
         loop.call_soon_threadsafe(_settle, result, value, error)
@@ -137,7 +145,7 @@ def _make(call: _Call) -> bool:
     return True
 
 
-def _settle(result: asyncio.Future[Any], value: object, error: Exception | None) -> None:
+def _settle(result: asyncio.Future[Any], value: object, error: BaseException | None) -> None:
     if result.done():
         return
     if error is None:

@@ -16,12 +16,13 @@ from app.adapter_templates import AdapterTemplates
 from app.batcher import Batcher
 from app.body import Bodies
 from app.budget import Budget
+from app.file_threads import on_daemon_thread
 from app.formats import Head
 from app.keys import ApiKey, KeyStore
 from app.limits import KeyUsages
 from app.metrics import Metrics
 from app.settings import Settings
-from app.start_watch import StartWatch, on_daemon_thread
+from app.start_watch import StartWatch
 from app.supervisor import State, Supervisor
 from app.template_processes import AdapterTemplate
 from app.tokenizer import Tokenizer

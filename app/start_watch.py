@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from punica_core.errors import WorkerLost
 from punica_core.protocol import Progress
@@ -106,34 +106,6 @@ def call_watched(work: Callable[[], ResultT], bound: float, what: str) -> Result
     if errors:
         raise errors[0]
     return results[0]
-
-
-async def on_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
-    """What `work` returns or raises. A thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[ResultT] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except Exception as raised:  # is the caller's
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:  # the loop was closed meanwhile
-            return
-
-    threading.Thread(target=run, name="start", daemon=True).start()
-    return await result
 
 
 def _say(what: str, silent: float, bound: float) -> None:

@@ -56,7 +56,9 @@ class Tokenizer:
             raise ConfigError(f"{folder} has no tokenizer.json.")
         try:
             rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception for every problem of a file
+        except BaseException as error:  # tokenizers raises bare Exception for a problem of a file, or panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ConfigError(f"{path} cannot be read: {error}.") from None
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)

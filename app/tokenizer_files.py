@@ -8,7 +8,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from app.start_watch import on_daemon_thread
+from app.file_threads import on_daemon_thread
 from punica_core.errors import ConfigError
 
 _SOURCES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json", "spiece.model")

@@ -14,7 +14,7 @@ import pytest
 
 from app.adapter_files import HOT_SECONDS
 from app.adapter_templates import AdapterTemplates
-from app.file_threads import FileThreads
+from app.file_threads import FileThreads, on_daemon_thread
 from app.mounts import MOUNTS_SECONDS, LocalFolders
 from tests.app.conftest import BASE, MakeServer, Server
 
@@ -305,6 +305,25 @@ async def test_threads_that_hang_are_bounded() -> None:
     threads.stop()
     while threading.active_count() > before:
         await asyncio.sleep(0.01)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, Panic])
+async def test_whatever_a_call_raises_is_told_at_once(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("wrong")
+
+    threads = FileThreads(seconds=10.0, max_threads=1)
+    for call in (on_daemon_thread(fail), threads.run(fail, "a"), threads.run(fail, "a"), threads.run(fail, "b")):
+        with pytest.raises(error, match="wrong"):
+            async with asyncio.timeout(5.0):
+                await call
+    assert await on_daemon_thread(lambda: 7) == 7
+    assert await threads.run(lambda: 8, "a") == 8
+    threads.stop()
 
 
 ROOT = "22 1 0:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw"

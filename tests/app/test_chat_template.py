@@ -206,7 +206,13 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None
     assert Tokenizer.load(folder, 300).render_chat([]) == "plain"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {}}'])
+PANICS = (
+    '{"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}, '
+    '"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {}}', PANICS])
 def test_a_damaged_tokenizer_is_a_configuration_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):

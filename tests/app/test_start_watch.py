@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app import start_watch
-from app.start_watch import MIN_BYTES, StartWatch, call_watched, on_daemon_thread
+from app.start_watch import MIN_BYTES, StartWatch, call_watched
 from app.supervisor import Supervisor
 from app.tokenizer import Tokenizer
 from punica_core.client import WorkerClient
@@ -217,12 +217,6 @@ def test_before_there_is_a_loop_calls_are_watched_too(
 
 def _fail() -> None:
     raise ConfigError("wrong")
-
-
-async def test_a_daemon_thread_gives_what_the_call_gives() -> None:
-    assert await on_daemon_thread(lambda: 7) == 7
-    with pytest.raises(ConfigError, match="wrong"):
-        await on_daemon_thread(_fail)
 
 
 async def test_a_restart_that_hangs_is_told_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
