@@ -93,7 +93,7 @@ class TemplateProcesses:
         self._slow = _Lane(_NUM_SLOW)
         self._idle: list[asyncio.subprocess.Process] = []
         self._spare: asyncio.Task[asyncio.subprocess.Process] | None = None
-        self._ending: set[asyncio.Task[int]] = set()
+        self._ending: set[asyncio.Task[tuple[bytes, bytes]]] = set()
 
     @contextlib.asynccontextmanager
     async def place(self, is_slow: bool) -> AsyncIterator[_Run]:
@@ -155,7 +155,8 @@ class TemplateProcesses:
     def _end(self, process: asyncio.subprocess.Process) -> None:
         """Nobody waits for that but `stop`."""
         _kill(process)
-        task = asyncio.get_running_loop().create_task(process.wait(), name="template-end")
+        # asyncio sees the end only when all that the process has written has been read
+        task = asyncio.get_running_loop().create_task(process.communicate(), name="template-end")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

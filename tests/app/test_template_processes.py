@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from app import template_processes
 from app.chat_template import ChatTemplate
 from app.template_child import Job
 from app.template_processes import AdapterTemplate, TemplateProcesses, _Lane, _Run
@@ -250,6 +251,24 @@ async def test_a_client_that_leaves_does_not_make_a_template_slow(processes: Tem
                 await template.render("bad", MESSAGES)
         assert template._is_slow is is_slow
     assert await AdapterTemplate(processes, GOOD, {}).render("good", MESSAGES) == "!hello"
+
+
+@pytest.mark.parametrize("nbytes", [1, 5 << 20])
+async def test_processes_end_even_if_nobody_has_read_what_they_wrote(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a client leaves while a long answer comes: asyncio reads no more than it has room for."""
+    program = f"import sys; sys.stdout.buffer.write(b'!' + bytes({nbytes})); sys.stdout.flush(); sys.stdin.read()"
+    monkeypatch.setattr(template_processes, "_COMMAND", (sys.executable, "-c", program))
+    processes, before = TemplateProcesses(), children()
+    process = await processes._start()
+    assert process.stdout is not None
+    async with asyncio.timeout(10.0):
+        while nbytes > 1 and not process.stdout._paused:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+    processes._end(process)
+    await asyncio.wait_for(processes.stop(), 5.0)
+    assert children() == before
 
 
 async def test_places_are_given_in_turn_and_come_back() -> None:
