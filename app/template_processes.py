@@ -171,6 +171,12 @@ class TemplateProcesses:
                     _kill(leaving.process)
         if not self._idle and self._spare is None:
             self._spare = asyncio.create_task(self._start(), name="template-spare")
+            self._spare.add_done_callback(self._forget_failed)
+
+    def _forget_failed(self, spare: asyncio.Task[asyncio.subprocess.Process]) -> None:
+        """A spare process that did not start is no later request's fault."""
+        if (spare.cancelled() or spare.exception() is not None) and spare is self._spare:
+            self._spare = None
 
     async def _take(self) -> asyncio.subprocess.Process:
         while self._idle:

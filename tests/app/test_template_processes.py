@@ -253,6 +253,26 @@ async def test_a_client_that_leaves_does_not_make_a_template_slow(processes: Tem
     assert await AdapterTemplate(processes, GOOD, {}).render("good", MESSAGES) == "!hello"
 
 
+async def test_a_spare_process_that_does_not_start_fails_no_later_request(
+    processes: TemplateProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await AdapterTemplate(processes, GOOD, {}).render("good", MESSAGES) == "!hello"
+    processes.quick_seconds, processes.seconds = 0.1, 1.0
+    failed = 0
+
+    async def fails() -> asyncio.subprocess.Process:
+        nonlocal failed
+        failed += 1
+        raise QueueFull("the machine is busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "_start", fails)
+        with pytest.raises(AdapterInvalid):
+            await AdapterTemplate(processes, LOOP, {}).render("bad", MESSAGES)
+    assert failed == 1
+    assert await AdapterTemplate(processes, GOOD, {}).render("good", MESSAGES) == "!hello"
+
+
 @pytest.mark.parametrize("nbytes", [1, 5 << 20])
 async def test_processes_end_even_if_nobody_has_read_what_they_wrote(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
