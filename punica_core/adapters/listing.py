@@ -25,9 +25,11 @@ RACY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """names: sorted. unfinished: folders without a config, and their sub-folders. directories: mtimes by path."""
+    """names: sorted. folders: those that have a config. unfinished: those that lack one, and their sub-folders.
+    directories: mtimes by path."""
 
     names: tuple[str, ...]
+    folders: frozenset[str]
     unfinished: tuple[str, ...]
     directories: dict[str, int]
     checked_at: float
@@ -92,7 +94,7 @@ class DirectoryListing:
         if listing is None or now - listing.made_at >= FULL_LISTING_SECONDS:
             return self._list(now, known=frozenset())
         if self._has_changed(listing):
-            return replace(self._list(now, known=frozenset(listing.names)), made_at=listing.made_at)
+            return replace(self._list(now, known=listing.folders), made_at=listing.made_at)
         return replace(listing, checked_at=now)
 
     def _has_changed(self, listing: _Listing) -> bool:
@@ -104,10 +106,10 @@ class DirectoryListing:
         return listing.racy or any(changed) or any(map(self._has_config, listing.unfinished))
 
     def _list(self, now: float, known: frozenset[str]) -> _Listing:
-        """known: names that need no second look as long as their folders exist."""
+        """known: folders that need no second look as long as they exist."""
         root = self._root
         if root is None:
-            return _Listing((), (), {}, now, now, racy=False)
+            return _Listing((), frozenset(), (), {}, now, now, racy=False)
         names: list[str] = []
         unfinished: list[str] = []
         directories: dict[str, int] = {}
@@ -130,12 +132,12 @@ class DirectoryListing:
                 else:
                     unfinished.append(os.path.join(path, nested))
         racy = max(directories.values()) > time.time_ns() - RACY_SECONDS * 1e9
-        taken = set(names)
+        with_config = frozenset(names)
         for name in packed:
-            if name in taken:
+            if name in with_config:
                 self._report(f"{name}{SUFFIX}", "packed adapter %r is not served: a folder has its name")
         served = sorted(set(self._served([*names, *packed])))
-        return _Listing(tuple(served), tuple(unfinished), directories, now, now, racy)
+        return _Listing(tuple(served), with_config, tuple(unfinished), directories, now, now, racy)
 
     def _entries(self, path: str) -> tuple[list[str], list[str]]:
         """What in a directory can be part of an adapter's name: its folders, and packed files without their suffix."""
@@ -163,19 +165,24 @@ class DirectoryListing:
             with self._looks.at(place):
                 return _kind(link) if self._is_inside(link.path) else ""
         except TimeoutError:
-            was = "folder" if stem == link.name else "file"
-            return was if self._was_listed(place) else ""
+            if stem == link.name:
+                return "folder" if self._had_config(place) else ""
+            return "file" if self._listing is not None and self._name(place) in self._listing.names else ""
 
     def _has_config(self, path: str) -> bool:
         try:
             with self._looks.at(path):
                 return os.path.isfile(os.path.join(path, CONFIG_NAME))
         except TimeoutError:
-            return self._was_listed(path)
+            return self._had_config(path)
 
-    def _was_listed(self, path: str) -> bool:
+    def _had_config(self, path: str) -> bool:
+        """As of the last listing."""
+        return self._listing is not None and self._name(path) in self._listing.folders
+
+    def _name(self, path: str) -> str:
         assert self._root is not None
-        return self._listing is not None and os.path.relpath(path, self._root) in self._listing.names
+        return os.path.relpath(path, self._root)
 
     def _served(self, names: list[str]) -> Iterator[str]:
         for name in names:

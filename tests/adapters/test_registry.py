@@ -288,6 +288,17 @@ def test_a_fifo_as_config_is_no_adapter(registry: AdapterRegistry, root: Path, c
         registry.resolve("A")
 
 
+def test_a_packed_file_hides_no_adapters_in_a_folder_of_its_stem(
+    root: Path, registry: AdapterRegistry, clock: Clock
+) -> None:
+    (root / "org.punica").write_bytes(b"packed")
+    before = registry.names()
+    assert {"org", "org/nested"} <= set(before)
+    make_adapter(root / "C")  # so that the directory is listed again, without a second look at what is known
+    clock.now += LISTING_SECONDS
+    assert registry.names() == sorted([*before, "C"])
+
+
 def test_packed_files_are_adapters_under_their_stem(root: Path, clock: Clock) -> None:
     (root / "P.punica").write_bytes(b"packed")
     (root / "org" / "Q.punica").write_bytes(b"packed")
