@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ async def revived(server: Server, mount: Mount) -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_a_dead_mount_holds_up_nobody_but_those_who_need_it(remote: Server, mount: Mount, dies: bool) -> None:
+    patience = remote.service.adapter_files._threads._seconds = 1.5
     assert (await remote.chat(model="sql")).status_code == 200
     if dies:
         mount.die()
@@ -85,7 +86,7 @@ async def test_a_dead_mount_holds_up_nobody_but_those_who_need_it(remote: Server
     began = time.monotonic()
     assert (await remote.chat(model=BASE)).status_code == 200
     assert (await remote.http.get("/health")).status_code == 200
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < patience
     answers = [await waiting, *(await asyncio.gather(*(remote.chat(model="pirate") for _ in range(20))))]
     assert {answer.status_code for answer in answers} == ({503} if dies else {200})
     if dies:
@@ -94,7 +95,7 @@ async def test_a_dead_mount_holds_up_nobody_but_those_who_need_it(remote: Server
         assert "adapters' directory does not answer" in error["message"]
         assert error["code"] == "adapter_load_timeout"
         assert answers[0].headers["retry-after"]
-    assert threading.active_count() <= before
+    assert threading.active_count() <= before + 1  # one more if the first had not come to rest yet
     assert len(set(mount.held)) == dies
     assert threading.get_ident() not in mount.held
     assert (await remote.chat(model="sql")).status_code == 200
@@ -287,24 +288,29 @@ async def test_calls_of_one_key_are_made_one_after_another_and_those_given_up_no
 
 
 async def test_threads_that_hang_are_bounded() -> None:
-    threads, goes_on, idents = FileThreads(SECONDS, max_threads=3), threading.Event(), set[int]()
+    others = set(threading.enumerate())
 
-    def hang() -> None:
-        idents.add(threading.get_ident())
-        goes_on.wait(30)
+    def alive() -> int:
+        return sum(one.name == "files" for one in threading.enumerate() if one not in others)
 
-    before = threading.active_count()
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    threads, goes_on = FileThreads(SECONDS, max_threads=3), threading.Event()
     for _ in range(3):
-        results = await asyncio.gather(*(threads.run(hang, key) for key in range(20)), return_exceptions=True)
-        assert {type(result) for result in results} == {TimeoutError}
-    assert (len(idents), threads.num_held, threading.active_count() - before) == (3, 3, 3)
-    assert sum(len(key.calls) for key in threads._keys.values()) <= 20, "nobody queues where nothing moves"
+        calls = (threads.run(lambda: goes_on.wait(30), key) for key in range(20))
+        assert {type(result) for result in await asyncio.gather(*calls, return_exceptions=True)} == {TimeoutError}
+        await until(lambda: threads.num_held == 3)
+    assert alive() == 3
+    assert sum(len(key.calls) for key in threads._keys.values()) == 17, "nobody queues where nothing moves"
     goes_on.set()
-    assert await asyncio.gather(*(threads.run(threading.get_ident, key) for key in range(20)))
-    assert len(idents) == 3
+    await until(lambda: not threads._keys)
+    threads._seconds = 10.0
+    assert len(set(await asyncio.gather(*(threads.run(threading.get_ident, key) for key in range(20))))) <= 3
     threads.stop()
-    while threading.active_count() > before:
-        await asyncio.sleep(0.01)
+    await until(lambda: alive() == 0)
 
 
 class Panic(BaseException):
