@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.api_errors import plain_error_response
@@ -27,6 +28,8 @@ MOST_REFUSED = 64
 """A connection too many may stay that long for its request to come, to be refused, while there are no more of them."""
 _PROBES = tuple(b"%b /%b " % (method, path) for method in (b"GET", b"HEAD") for path in (b"health", b"ready"))
 """Requests that are answered nevertheless: who asks for our health would restart us, or send nobody here any more."""
+MOST_PIPELINED = 16
+"""Requests that may wait behind the one that is being answered, beyond which a connection is not read."""
 LEAST_PROGRESS = 1 << 14
 """Bytes that a client must take in `send_timeout`, unless it takes all there is."""
 
@@ -75,7 +78,9 @@ class HttpProtocol(HttpToolsProtocol):
     while a client does not take what is sent: what one that reads nothing costs is bounded in time, and by the
     transport's buffer, since an answer is made as it is taken.
 
-    uvicorn tells only the last of several pipelined requests that the client has left; here all are told.
+    uvicorn tells only the last of several pipelined requests that the client has left; here all are told. Nor does it
+    read while one waits, and who does not read does not see that the client leaves; here it reads on while those that
+    wait are few and small.
 
     A client's wish for another protocol is ignored, as HTTP allows (RFC 9110, 7.8): those of Java ask for HTTP/2 first.
     """
@@ -238,6 +243,9 @@ class HttpProtocol(HttpToolsProtocol):
         while self._unanswered and self._unanswered[0].response_complete:
             self._unanswered.popleft()
         self._unanswered.append(self.cycle)
+        waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) <= MOST_PIPELINED and waiting_bytes <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and self._framing():

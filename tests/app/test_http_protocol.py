@@ -190,13 +190,17 @@ def test_what_is_pipelined_behind_a_stream_waits_for_its_end(server: Process) ->
     assert json.loads(second.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == "end"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("behind", [0, 1, 5])
-def test_a_client_that_closes_its_sending_side_has_left(server: Process, behind: int) -> None:
-    """Also the request that is being answered, when others are pipelined behind it."""
+def test_a_client_that_closes_its_sending_side_has_left(server: Process, behind: int, at_once: bool) -> None:
+    """Also the request that is being answered, when others are pipelined behind it, together with it or later."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(completion("a", max_tokens=50_000) + completion("b") * behind)
+        connection.sendall(completion("a", max_tokens=50_000) + completion("b") * behind * at_once)
         wait_for_in_flight(server, 1)
+        if not at_once:
+            connection.sendall(completion("b") * behind)
+            time.sleep(0.1)  # read before the end is
         connection.shutdown(socket.SHUT_WR)
         assert connection.makefile("rb").read() == b""
     wait_for_in_flight(server, 0)
