@@ -7,7 +7,7 @@ compiled is kept on disk.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -18,6 +18,11 @@ from punica_core.model.attention_op import OpAttention, index_layers
 from punica_core.model.blocks import fuse_blocks
 from punica_core.model.loader import LoadedModel
 from punica_core.model.shapes import decoder_layers_path
+
+MOST_VERSIONS: Final = 64
+"""Of the one piece of code that serves all layers. It is compiled anew for each order that adapters are computed in,
+captured or not, for one row and for several, for few rows and many: more often than the 8 times that torch allows by
+itself, beyond which the start would fail."""
 
 
 class ModelForward:
@@ -71,16 +76,20 @@ class ModelForward:
         return logits
 
 
-def compile_layers(model: Any) -> None:
-    """Compile the decoder layers, and what of the model lies outside of them in many small calls."""
+def compile_layers(model: Any, *, backend: str = "inductor") -> None:
+    """Compile the decoder layers, and what of the model lies outside of them in many small calls. Lets this process
+    compile a piece of code `MOST_VERSIONS` times."""
+    import torch._dynamo.config as limits
+
+    limits.recompile_limit = max(limits.recompile_limit, MOST_VERSIONS)
     path = decoder_layers_path(model)
     assert path is not None, "a loaded model has layers"
     body = model.get_submodule(path.rpartition(".")[0])
     for layer in model.get_submodule(path):
-        layer.compile(fullgraph=True, dynamic=True)
+        layer.compile(backend=backend, fullgraph=True, dynamic=True)
     for child in body.children():
         if not isinstance(child, nn.ModuleList) and not any(True for _ in child.children()) and _is_small(child):
-            child.compile(dynamic=True)
+            child.compile(backend=backend, dynamic=True)
 
 
 def _is_small(module: nn.Module) -> bool:
