@@ -259,26 +259,30 @@ BREAKS = {
     ),
     "sums are given before the ring has been read": (
         "linear.cuh",
-        "if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);  // the ring has been read",
+        "  named_barrier(kSumsBarrier, kConsumers);  // the ring has been read\n",
         "",
     ),
-    "sums are read before they are there": (
+    "columns are read before they are there": (
         "linear.cuh",
-        "  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);\n  int const columns",
-        "  int const columns",
+        "  named_barrier(kSumsBarrier, kConsumers);\n  store_rows",
+        "  store_rows",
     ),
-    "sums are given into a ring that is read": (
+    "sums of other blocks are not awaited": (
         "linear.cuh",
-        "  add_adapters<T, kRows, kParts>(ring, group, d);\n  if (in_ring) arrive_in_cluster(cluster, tile.splits);",
-        "  if (in_ring) arrive_in_cluster(cluster, tile.splits);\n  add_adapters<T, kRows, kParts>(ring, group, d);",
+        "    await_in_cluster(shared_address(&shared.stages.mail), 0);\n",
+        "",
     ),
+    "sums are sent into a ring that is read": ("linear.cuh", "      await(open, 0);\n", ""),
+    "a block's own sums are where others' belong": ("linear.cuh", "(split - (split > owner))", "split"),
+    "the bias of the next columns": ("linear.cuh", "bias[own + 8]", "bias[own]"),
+    "sums stay where they are turned to": ("linear_add.cuh", "turn_left<4 * kTiles>(d[part]);", "(void)d[part];"),
     "rows of the other block are taken": ("linear_adapters.cuh", "max(first_row, __ldg", "max(0, __ldg"),
     "rows leave no room for columns": (
         "linear_adapters.cuh",
         "(ring.stage_bytes() - 16 * segment.row_bytes())",
         "ring.stage_bytes()",
     ),
-    "ranks that are not there take part": ("linear_adapters.cuh", "          keep_first4(top[part], valid);\n", ""),
+    "ranks that are not there take part": ("linear_add.cuh", "          keep_first4(top, valid);\n", ""),
 }
 
 

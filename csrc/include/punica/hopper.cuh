@@ -43,6 +43,12 @@ __device__ inline uint2 load_shared8(uint32_t address) {
   return out;
 }
 
+__device__ inline uint32_t load_shared4(uint32_t address) {
+  uint32_t out;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(out) : "r"(address));
+  return out;
+}
+
 __device__ inline uint4 load_shared16(uint32_t address) {
   uint4 out;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "r"(address));
@@ -151,8 +157,10 @@ __device__ inline uint32_t address_in_block(uint32_t address, int block) {
   return out;
 }
 
-__device__ inline void store_in_cluster(uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+// Two tiles of 8 x 8 elements, of which lane 4 g + q has (g, 2 q) and (g, 2 q + 1), turned: lanes 0 .. 7 say where the columns of the first come, 16 bytes each, and
+// lanes 8 .. 15 those of the second. By a warp.
+__device__ inline void store_turned(uint32_t address, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
 // From here on a thread of the warpgroup has so many registers, a multiple of 8: some warpgroups give theirs away, then others take them. A block cannot

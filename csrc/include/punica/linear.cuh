@@ -3,10 +3,11 @@
 // A block streams `height` rows of W, its part of K, through a ring of stages in shared memory, and with each stage the step's x: W is the warpgroup
 // product's row operand, so that a step's few rows are its N. Meanwhile some warps compute low-rank rows of the step (linear_shrink.cuh). Behind W, B
 // comes through the same ring: what one adapter has of the block's columns lies together in memory, so adapters cost their bytes and no launch. They
-// are added to the sums in registers. The blocks of a cluster share K, and the adapted rows; their sums meet in shared memory, each block ending up with
-// its share of the columns.
+// are added to the sums in registers. The blocks of a cluster share K, and the adapted rows; each has a share of the columns, whose sums the others send it. What
+// comes behind W runs once, and is fetched as it runs: it is short, without copies.
 #pragma once
 
+#include "punica/linear_add.cuh"
 #include "punica/linear_adapters.cuh"
 #include "punica/linear_params.h"
 #include "punica/linear_shrink.cuh"
@@ -96,57 +97,67 @@ __device__ inline void fill_ring(LinearParams const& params, LinearRing& ring, i
   ring.begin_adapters();
 }
 
-// Each thread of the cluster arrives, and then waits for all; what they wrote before is seen.
-__device__ inline void arrive_in_cluster(Cluster const& cluster, int blocks) {
-  if (blocks > 1) cluster.arrive();
-}
-__device__ inline void await_cluster(Cluster const& cluster, int blocks) {
-  if (blocks > 1) cluster.wait();
-}
-
-// Sums of sixteen columns of the tile go to the block whose columns they are.
+// Sums of sixteen columns that are another block's, `owner`, go there, each to the lane that has the same of its own part of K.
 template <int kRows>
-__device__ inline void give_sums(LinearParams const& params, uint32_t sums, int split, int group, float const (&d)[kRows / 2]) {
-  int const columns = params.tile.height / params.tile.splits;
-  int const pitch = params.exchange_pitch();
-  int const lane = threadIdx.x % 32;
-  int const owner = group / columns;
-  uint32_t to = sums + ((split * kRows + lane % 4 * 2) * pitch + group - owner * columns + lane / 4) * 4;
-  if (params.tile.splits > 1) to = address_in_block(to, owner);
+__device__ inline void send_sums(uint32_t mail, uint32_t barrier, int owner, float const (&d)[kRows / 2]) {
+  uint32_t const to = address_in_block(mail + threadIdx.x % 32 * 16, owner);
+  uint32_t const there = address_in_block(barrier, owner);
 #pragma unroll
-  for (int j = 0; j < kRows / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) store_in_cluster(to + ((8 * j + i % 2) * pitch + i / 2 * 8) * 4, d[4 * j + i]);
+  for (int j = 0; j < kRows / 8; ++j) send16(to + j * 512, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]), there);
 }
 
-// The block's columns of the output: sums of all blocks of the cluster, and the layer's bias.
-template <typename T, int kRows, int kThreads>
-__device__ inline void store_columns(LinearParams const& params, uint32_t sums, int first_column, int columns) {
-  int const pitch = params.exchange_pitch();
-  int const vectors = min(columns, params.out_features - first_column) / 8;
-  T const* const bias = static_cast<T const*>(params.bias);
-#pragma unroll 2
-  for (int index = threadIdx.x; index < vectors * params.num_rows; index += kThreads) {
-    int const row = quotient(index, vectors);
-    int const column = (index - row * vectors) * 8;
-    float out[8] = {};
-#pragma unroll 1
-    for (int split = 0; split < params.tile.splits; ++split) {
-      uint32_t const from = sums + ((split * kRows + row) * pitch + column) * 4;
-      uint4 const low = load_shared16(from), high = load_shared16(from + 16);
-      uint32_t const terms[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+template <int kRows>
+__device__ inline void add_sums(uint32_t mail, float (&d)[kRows / 2]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] += __uint_as_float(terms[i]);
-    }
-    if (bias != nullptr) {
-      Vec8 const own = from_raw(load16<Source::kConstant>(bias + first_column + column));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] += get<T>(own, i);
-    }
-    uint4 const packed = make_uint4(Convert<T>::pack(out[0], out[1]), Convert<T>::pack(out[2], out[3]), Convert<T>::pack(out[4], out[5]),
-                                    Convert<T>::pack(out[6], out[7]));
-    *reinterpret_cast<uint4*>(static_cast<T*>(params.y) + row * params.y_stride + first_column + column) = packed;
+  for (int j = 0; j < kRows / 8; ++j) {
+    uint4 const terms = load_shared16(mail + threadIdx.x % 32 * 16 + j * 512);
+    d[4 * j] += __uint_as_float(terms.x);
+    d[4 * j + 1] += __uint_as_float(terms.y);
+    d[4 * j + 2] += __uint_as_float(terms.z);
+    d[4 * j + 3] += __uint_as_float(terms.w);
   }
+}
+
+// The layer's bias, of sixteen columns from `column` on.
+template <typename T, int kRows>
+__device__ inline void add_bias(LinearParams const& params, int column, float (&d)[kRows / 2]) {
+  T const* const bias = static_cast<T const*>(params.bias);
+  int const own = column + static_cast<int>(threadIdx.x) % 32 / 4;
+  float const upper = own < params.out_features ? Convert<T>::to_float(bias[own]) : 0.f;
+  float const lower = own + 8 < params.out_features ? Convert<T>::to_float(bias[own + 8]) : 0.f;
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+    d[4 * j] += upper;
+    d[4 * j + 1] += upper;
+    d[4 * j + 2] += lower;
+    d[4 * j + 3] += lower;
+  }
+}
+
+// Sixteen columns of the block's part of y in shared memory, from `to` on.
+template <typename T, int kRows>
+__device__ inline void put_columns(uint32_t to, int pitch, float const (&d)[kRows / 2]) {
+  int const lane = threadIdx.x % 32;
+  to += lane % 8 * pitch + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j, to += 8 * pitch)
+    store_turned(to, Convert<T>::pack(d[4 * j], d[4 * j + 1]), Convert<T>::pack(d[4 * j + 2], d[4 * j + 3]));
+}
+
+// The block's part of y, `columns` from `first_column` on, from shared memory. Each thread has the same columns of all its rows.
+template <typename T, int kThreads>
+__device__ inline void store_rows(LinearParams const& params, uint32_t from, int pitch, int first_column, int columns) {
+  int const vectors = min(columns, params.out_features - first_column) / 8;
+  if (vectors <= 0) return;
+  int const rows = quotient(kThreads, vectors);  // at a time
+  int const first = quotient(threadIdx.x, vectors);
+  int const column = (static_cast<int>(threadIdx.x) - first * vectors) * 8;
+  if (first >= rows) return;
+  T* to = static_cast<T*>(params.y) + first * params.y_stride + first_column + column;
+  int64_t const step = rows * params.y_stride;
+  from += first * pitch + column * 2;
+#pragma unroll 2
+  for (int row = first; row < params.num_rows; row += rows, to += step, from += rows * pitch) *reinterpret_cast<uint4*>(to) = load_shared16(from);
 }
 
 template <typename T, typename Shape>
@@ -171,18 +182,23 @@ __device__ inline void linear_block(LinearParams const& params) {
       init_barrier(shared_address(&shared.stages.empty[lane]), kConsumers / 32);
     }
     if (lane == 0) init_barrier(shared_address(&shared.stages.asked), 1);
+    if (lane == 1) init_barrier(shared_address(&shared.stages.open), max(1, (tile.splits - 1) * (kConsumers / 32)));
+    if (lane == 2) init_barrier(shared_address(&shared.stages.mail), 1);
     if (lane == 0) fetch_map(params.weight);
     if (lane == 1) fetch_map(params.x);
     fence_barriers();
   }
   __syncthreads();
-  bool const in_ring = params.meets_in_ring();
-  if (!in_ring) arrive_in_cluster(cluster, tile.splits);  // nobody writes into a block that has not begun
+  bool const shares = tile.splits > 1;
+  if (shares) cluster.arrive_begun();  // nobody sends to a block that has not begun
   LinearRing ring(shared.stages, memory, params.stage_bytes(), params.stages);
   if (role >= 0) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     if (role == 0) {
-      if (threadIdx.x % 32 == 0) fill_ring<kRows>(params, ring, first_step, num_steps, first_column);
+      if (threadIdx.x % 32 == 0) {
+        if (shares) arrive_for(shared_address(&shared.stages.mail), params.mail_bytes());
+        fill_ring<kRows>(params, ring, first_step, num_steps, first_column);
+      }
       __syncwarp();
     } else if (role == 1) {
       ring.skip(num_steps);
@@ -190,10 +206,7 @@ __device__ inline void linear_block(LinearParams const& params) {
     } else {
       shrink_from_queue<T>(params.shrink, shared.shrink);
     }
-    if (in_ring) arrive_in_cluster(cluster, tile.splits);
-    await_cluster(cluster, tile.splits);
-    arrive_in_cluster(cluster, tile.splits);
-    await_cluster(cluster, tile.splits);
+    if (shares) cluster.wait();
     return;
   }
   if constexpr (Shape::kTakesRegisters) take_registers<Shape::kConsumerRegisters>();
@@ -202,18 +215,47 @@ __device__ inline void linear_block(LinearParams const& params) {
   float d[kParts][kRows / 2] = {};
   multiply_steps<T, kRows, kParts>(params, ring, num_steps, own, d);
   add_adapters<T, kRows, kParts>(ring, group, d);
-  if (in_ring) arrive_in_cluster(cluster, tile.splits);  // nor into a ring that is still read
-  await_cluster(cluster, tile.splits);
-  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);  // the ring has been read
-  uint32_t const sums = memory + (in_ring ? 0 : params.ring_bytes());
+  int const columns = static_cast<int>(kept(params.num_columns()));
+  if (shares) {
+    bool const in_ring = params.meets_in_ring();
+    uint32_t const mail = memory + (in_ring ? 0 : params.ring_bytes());
+    cluster.wait();
+    if (in_ring) {
+      uint32_t const open = shared_address(&shared.stages.open);
+      int const lane = threadIdx.x % 32;
+      __syncwarp();  // the warp has read the ring
+      if (lane < tile.splits && lane != split) arrive_in_cluster(address_in_block(open, lane));
+      await(open, 0);
+    }
 #pragma unroll
-  for (int part = 0; part < kParts; ++part)
-    if (group + part * kLinearTileRows < tile.height) give_sums<kRows>(params, sums, split, group + part * kLinearTileRows, d[part]);
-  arrive_in_cluster(cluster, tile.splits);
-  await_cluster(cluster, tile.splits);
-  if (tile.splits == 1) named_barrier(kSumsBarrier, kConsumers);
-  int const columns = tile.height / tile.splits;
-  store_columns<T, kRows, kConsumers>(params, sums, first_column + split * columns, columns);
+    for (int part = 0; part < kParts; ++part) {
+      int const column = group + part * kLinearTileRows;
+      int const owner = quotient(column, columns);
+      int const place = (split - (split > owner)) * columns + column - owner * columns;
+      if (column < tile.height && owner != split) send_sums<kRows>(mail + place * (kRows * 4), shared_address(&shared.stages.mail), owner, d[part]);
+    }
+    await_in_cluster(shared_address(&shared.stages.mail), 0);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      int const column = group + part * kLinearTileRows - split * columns;
+      if (column < 0 || column >= columns) continue;
+#pragma unroll 1
+      for (int other = 0; other < tile.splits - 1; ++other) add_sums<kRows>(mail + (other * columns + column) * (kRows * 4), d[part]);
+    }
+  }
+  named_barrier(kSumsBarrier, kConsumers);  // the ring has been read
+  uint32_t const out = memory + params.out_offset();
+  int const pitch = params.out_pitch(columns);
+  int const first_own = first_column + split * columns;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    int const column = group + part * kLinearTileRows - split * columns;  // of the block's
+    if (column < 0 || column >= columns) continue;
+    if (params.bias != nullptr) add_bias<T, kRows>(params, first_own + column, d[part]);
+    put_columns<T, kRows>(out + column * 2, pitch, d[part]);
+  }
+  named_barrier(kSumsBarrier, kConsumers);
+  store_rows<T, kConsumers>(params, out, pitch, first_own, columns);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// What adapters add in the kernel of linear.cuh: one warp brings B and the low-rank rows into the ring, the others add their products.
+// What adapters add in the kernel of linear.cuh: one warp brings B and the low-rank rows into the ring. linear_add.cuh adds their products.
 #pragma once
 
 #include <cstddef>
@@ -46,6 +46,8 @@ struct LinearStages {
   uint64_t full[kMaxLinearStages];  // barriers
   uint64_t empty[kMaxLinearStages];
   uint64_t asked;  // for all of W and x
+  uint64_t open;   // the rings of the other blocks of the cluster have been read
+  uint64_t mail;   // their sums have come
   AdapterStage adapters[kMaxLinearStages];
   AdapterItem items[kMaxLinearStages][kStageItems];
 };
@@ -268,129 +270,6 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
   if (lane == 0) {
     ring.set_adapters({-1});
     arrive(ring.full());
-  }
-}
-
-// Zeroes the elements from `valid` on of four.
-__device__ inline void keep_first4(uint2& words, int valid) {
-  if (valid <= 0) words.x = 0;
-  if (valid == 1) words.x &= 0xffffu;
-  if (valid <= 2) words.y = 0;
-  if (valid == 3) words.y &= 0xffffu;
-}
-
-// The sixteen columns of a warp in each part of the tile, as a lane sees them in a stage: rows of its B.
-template <int kParts>
-struct LaneColumns16 {
-  int column[kParts];  // of the upper eight, the others are eight behind
-  bool inside;         // all columns of all lanes are there
-
-  __device__ LaneColumns16(AdapterStage const& stage, int group) : inside(true) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      int const first = group + part * kLinearTileRows - stage.first_column;
-      column[part] = first + static_cast<int>(threadIdx.x) % 32 / 4;
-      inside = inside && first >= 0 && first + 16 <= stage.num_columns;
-    }
-  }
-  __device__ static bool has(AdapterStage const& stage, int column) { return column >= 0 && column < stage.num_columns; }
-};
-
-// d += scale * v B^T of 8 kTiles rows from `tile_row` on for the warp's columns, with all adapters of these rows that the stage has. Every row is of one
-// adapter, so each takes part with the others' low-rank rows zeroed. Within sixteen ranks the tensor core may take them in any order: lane q of a quad has 4q .. 4q+3 of
-// both operands. Starts at item `first`, whose rows may be before; returns the first that may have later rows.
-template <typename T, int kTiles, int kParts>
-__device__ inline int add_rows(AdapterStage const& stage, LaneColumns16<kParts> const& columns, uint32_t items, uint32_t memory, int first, int tile_row,
-                               float (&d)[kParts][4 * kTiles]) {
-  int const quad = static_cast<int>(threadIdx.x) % 32 / 4;
-  int const lane = static_cast<int>(threadIdx.x) % 4;
-  bool const plain = columns.inside && stage.whole_ranks != 0;
-  uint32_t const hidden = memory + stage.hidden_offset + (tile_row + quad - stage.first_row) * stage.hidden_pitch + lane * 8;
-  AdapterItem next(load_shared16(items + first * sizeof(AdapterItem)));
-  int index = first;
-#pragma unroll 1
-  for (; index < stage.num_items; ++index) {
-    AdapterItem const item = next;
-    next = AdapterItem(load_shared16(items + min(index + 1, kStageItems - 1) * sizeof(AdapterItem)));
-    int const first_row = item.first_row() - tile_row;
-    int const num_rows = item.end_row() - item.first_row();
-    if (first_row >= 8 * kTiles) break;
-    int const lora_rank = item.lora_rank();
-    uint32_t const b = memory + item.b_offset + lane * 8;
-    float sum[kParts][kTiles][4] = {};
-#pragma unroll 1
-    for (int rank = 0; rank < lora_rank; rank += 16) {
-      uint2 top[kParts], bottom[kParts];
-      int const valid = lora_rank - rank - lane * 4;
-      if (plain) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          uint32_t const at = b + columns.column[part] * item.row_bytes + rank * 2;
-          top[part] = load_shared8(at);
-          bottom[part] = load_shared8(at + 8 * item.row_bytes);
-        }
-      } else {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          uint32_t const at = b + columns.column[part] * item.row_bytes + rank * 2;
-          top[part] = load_shared8_if(columns.has(stage, columns.column[part]) && valid > 0, at);
-          bottom[part] = load_shared8_if(columns.has(stage, columns.column[part] + 8) && valid > 0, at + 8 * item.row_bytes);
-          keep_first4(top[part], valid);
-          keep_first4(bottom[part], valid);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (kTiles > 1 && (first_row >= 8 * tile + 8 || first_row + num_rows <= 8 * tile)) continue;
-        unsigned const row = 8 * tile + quad - first_row;
-        uint2 const v = load_shared8_if(row < static_cast<unsigned>(num_rows) && valid > 0, hidden + 8 * tile * stage.hidden_pitch + rank * 2);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          mma_16x8x16<T>(sum[part][tile], top[part].x, bottom[part].x, top[part].y, bottom[part].y, v.x, v.y);
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kTiles > 1 && (first_row >= 8 * tile + 8 || first_row + num_rows <= 8 * tile)) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        unsigned const row = 8 * tile + 2 * lane + i - first_row;
-        if (row >= static_cast<unsigned>(num_rows)) continue;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          d[part][4 * tile + i] += item.scale * sum[part][tile][i];
-          d[part][4 * tile + i + 2] += item.scale * sum[part][tile][i + 2];
-        }
-      }
-    }
-  }
-  return index > first ? index - 1 : first;  // the last may go on
-}
-
-// Adds what has come into the ring to the sums of a warp's kParts times sixteen columns, the first from `group` on and the others 64 behind each other.
-template <typename T, int kRows, int kParts>
-__device__ inline void add_adapters(LinearRing& ring, int group, float (&d)[kParts][kRows / 2]) {
-  // Few copies of the code, as each is fetched from memory in its turn; as many sums at a time as there are registers for.
-  constexpr int kTiles = kRows == 128 ? 8 / kParts : kRows >= 32 ? 4 / kParts : kRows / 8;
-#pragma unroll 1
-  while (true) {
-    uint32_t const memory = ring.await_full();
-    AdapterStage const stage = ring.adapters();
-    if (stage.num_items < 0) return;
-    LaneColumns16<kParts> const columns(stage, group);
-    int first = 0;
-#pragma unroll
-    for (int j = 0; j < kRows / 8; j += kTiles) {
-      if (8 * (j + kTiles) <= stage.first_row || 8 * j >= stage.end_row) continue;
-      float rows[kParts][4 * kTiles];
-#pragma unroll
-      for (int i = 0; i < 4 * kTiles * kParts; ++i) rows[i / (4 * kTiles)][i % (4 * kTiles)] = d[i / (4 * kTiles)][4 * j + i % (4 * kTiles)];
-      first = add_rows<T, kTiles, kParts>(stage, columns, ring.items(), memory, first, 8 * j, rows);
-#pragma unroll
-      for (int i = 0; i < 4 * kTiles * kParts; ++i) d[i / (4 * kTiles)][4 * j + i % (4 * kTiles)] = rows[i / (4 * kTiles)][i % (4 * kTiles)];
-    }
-    ring.release();
-    ring.advance();
   }
 }
 

@@ -49,11 +49,15 @@ struct LinearParams {
   __host__ __device__ int box_rows() const { return (num_rows + 7) / 8 * 8; }
   __host__ __device__ int copied_bytes() const { return tile.boxes * (tile.height + box_rows()) * 2 * kLinearBox; }
   __host__ __device__ int ring_bytes() const { return stages * stage_bytes(); }
-  // Where the sums of a block's columns meet: [splits, rows, pitch] floats, without bank conflicts.
-  __host__ __device__ int exchange_pitch() const { return tile.height / tile.splits + 4; }
-  __host__ __device__ int exchange_bytes() const { return tile.splits * tile.rows * exchange_pitch() * 4; }
-  // Whether that is in the ring, when all blocks of the cluster have read theirs; else behind it, where sums may come as soon as a block has begun.
+  // A block's share of the tile's columns.
+  __host__ __device__ int num_columns() const { return tile.height / tile.splits; }
+  // What the other blocks of the cluster send to a block: their sums of its columns.
+  __host__ __device__ int mail_bytes() const { return (tile.splits - 1) * tile.rows * num_columns() * 4; }
+  // Whether that comes into the ring, when all blocks of the cluster have read theirs; else behind it, where sums may come as soon as a block has begun.
   __host__ __device__ bool meets_in_ring() const { return tile.splits == 1 || tile.rows > 64; }
+  // The block's part of y, in the ring too, behind what may come there: rows without bank conflicts.
+  __host__ __device__ static int out_pitch(int columns) { return 2 * columns + 16; }
+  __host__ __device__ int out_offset() const { return meets_in_ring() ? mail_bytes() : 0; }
 };
 
 // Sets what follows from the tile: blocks, steps of K, and how many stages the ring has. Returns bytes of shared memory that a block asks for, 0 if the tile does not fit. max_rank: bound of every lora_rank.
@@ -64,14 +68,13 @@ inline int fit_tile(LinearParams& params, int max_rank) {
   params.shrink.scratch.num_blocks = (params.out_features + tile.height - 1) / tile.height * tile.splits;
   // Warpgroups read whole tiles of 64 columns, of which the last ones may lie in what follows.
   int const behind = (params.num_parts() * kLinearTileRows - tile.height) * 2 * kLinearBox;
-  int const sums = params.exchange_bytes();
-  int const beyond = std::max(params.meets_in_ring() ? 0 : sums, behind);
+  int const beyond = std::max(params.meets_in_ring() ? 0 : params.mail_bytes(), behind);
   int const alignment = 1024;
   params.stages = std::min({tile.stages, kMaxLinearStages, (kLinearSharedBytes - alignment - beyond) / params.stage_bytes()});
   // Eight low-rank rows, and sixteen columns of B.
   int const least = max_rank * 2 * (8 * params.shrink.tables.slices + 16);
   if (params.stages < 2 || params.stage_bytes() < least) return 0;
-  if (params.meets_in_ring() && sums > params.ring_bytes()) return 0;
+  if (params.out_offset() + tile.rows * params.out_pitch(params.num_columns()) > params.ring_bytes()) return 0;
   return alignment + params.ring_bytes() + beyond;
 }
 

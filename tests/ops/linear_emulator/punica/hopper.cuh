@@ -30,6 +30,11 @@ inline std::function<void()> withhold(EmulatedMap const& matrix) {
 inline uint32_t shared_address(void const* pointer) { return static_cast<uint32_t>(static_cast<char const*>(pointer) - emulator::own_block().shared.data()); }
 inline uint32_t kept(uint32_t value) { return value; }
 
+inline uint32_t load_shared4(uint32_t address) {
+  uint32_t out;
+  std::memcpy(&out, emulator::at(address, 4), 4);
+  return out;
+}
 inline uint2 load_shared8(uint32_t address) {
   uint2 out;
   std::memcpy(&out, emulator::at(address, 8), 8);
@@ -138,7 +143,16 @@ inline uint32_t address_in_block(uint32_t address, int block) {
   if (block < 0 || block >= emulator::grid->cluster_blocks) emulator::fail("no such block in the cluster");
   return address | static_cast<uint32_t>(block + 1) << emulator::kBlockShift;
 }
-inline void store_in_cluster(uint32_t address, float value) { std::memcpy(emulator::at(address, 4), &value, 4); }
+
+inline void store_turned(uint32_t address, uint32_t first, uint32_t second) {
+  int const lane = threadIdx.x % emulator::kWarp;
+  auto const column = emulator::with_warp({first, second, 0, 0, 0, 0}, [&](auto const& lanes) {
+    std::array<uint16_t, 8> out{};
+    for (int g = 0; g < 8; ++g) out[g] = static_cast<uint16_t>(lanes[4 * g + lane % 8 / 2][lane / 8 % 2] >> 16 * (lane % 2));
+    return out;
+  });
+  if (lane < 16) std::memcpy(emulator::at(address, 16), column.data(), 16);
+}
 
 template <int kRegisters>
 void give_registers() {}
