@@ -29,6 +29,8 @@ _MIDDLE_ROWS = 16
 _TALL_ROWS = 64
 _SHORT_SEGMENT = 32
 """Rows of the longest segment that is cut into short tiles."""
+_MANY_UNITS = 32
+"""Short shrink units: with more there is work for the whole GPU without cutting rows for it."""
 MAX_DECODE_ROWS = 256
 """Steps of more rows are mostly prompts and have tiles of up to 64 rows; others have more tiles, of at most 16."""
 
@@ -97,10 +99,14 @@ class _Runs:
         return _Runs(self.starts[owner] + offset, lengths, self.slots[owner], self.ranks[owner])
 
 
-def _heights(lengths: Int32Array, step_rows: int) -> Int32Array:
-    """Rows of the tiles of each segment."""
-    long = _MIDDLE_ROWS if step_rows <= MAX_DECODE_ROWS else _TALL_ROWS
-    return np.where(lengths <= _SHORT_SEGMENT, _SHORT_ROWS, long).astype(np.int32)
+def _heights(runs: _Runs, step_rows: int) -> Int32Array:
+    """Rows of the tiles of each run. A tile reads all of an adapter, so where units are many anyway they are few."""
+    few_rows = step_rows <= MAX_DECODE_ROWS
+    short_units = -(-runs.lengths // _SHORT_ROWS) * -(-runs.ranks // SHRINK_CHUNK_SHORT)
+    many = few_rows and int(short_units.sum()) > _MANY_UNITS
+    shortest = np.where(many & (runs.ranks > SHRINK_CHUNK_SHORT), _SHORT_ROWS, _SHORT_SEGMENT)
+    long = _MIDDLE_ROWS if few_rows else _TALL_ROWS
+    return np.where(runs.lengths <= shortest, _SHORT_ROWS, long).astype(np.int32)
 
 
 def _shares(tiles: _Runs) -> Int32Array:
@@ -162,7 +168,7 @@ def _write_plan(array: Int32Array, indptr: Int32Array, slots: Int32Array, slot_r
     expand_offset = -(-(slot_offset + len(slots)) // ITEM_WORDS) * ITEM_WORDS
     num_shares = num_units = least_shares = 0
     if len(runs.starts):
-        heights = _heights(runs.lengths, int(indptr[-1]))
+        heights = _heights(runs, int(indptr[-1]))
         tiles = runs.cut(heights)
         chunk = np.where(heights == _SHORT_ROWS, SHRINK_CHUNK_SHORT, SHRINK_CHUNK_TALL).astype(np.int32)
         chunk = chunk.repeat(-(-runs.lengths // heights))

@@ -78,6 +78,35 @@ def test_no_tile_has_more_shares_than_the_capacity_counts_with(builder, rows: in
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("builder", [plan.build_plan, plan._reference_plan])
+@pytest.mark.parametrize(
+    ("adapters", "rows", "rank", "heights"),
+    [
+        (1, 16, 64, {8}),
+        (1, 32, 64, {8}),
+        (4, 16, 64, {8}),
+        (5, 16, 64, {16}),
+        (11, 12, 64, {12}),
+        (32, 8, 64, {8}),
+        (15, 16, 16, {8}),
+        (16, 12, 33, {12}),
+        (30, 12, 64, {8, 4}),  # a prompt step
+    ],
+)
+def test_tiles_are_short_where_that_makes_work_for_the_gpu(builder, adapters, rows, rank, heights) -> None:
+    words = blank()
+    builder(
+        words, *columns([(rows, i) for i in range(adapters)]), torch.full((adapters,), rank, dtype=torch.int32), 256
+    )
+    for start, count in (
+        (Header.SHRINK_OFFSET, Header.NUM_SHRINK_UNITS),
+        (Header.EXPAND_OFFSET, Header.NUM_EXPAND_SHARES),
+    ):
+        items = words[words[start] : words[start] + 4 * words[count]].view(-1, 4)
+        assert set(items[:, 1].tolist()) == heights
+
+
+@pytest.mark.usefixtures("compiled")
 def test_a_rank_that_is_too_large_is_returned_as_its_negative() -> None:
     indptr, slots = columns([(2, 3), (1, 4), (0, 6)])
     assert plan.build_plan(blank(), indptr, slots, SLOT_RANK, 64) == -200

@@ -15,6 +15,7 @@ constexpr int kShareBytes = 64;        // that an output column of an expand sha
 constexpr int kShortRows = 8;          // heights of tiles
 constexpr int kMiddleRows = 16;        // at most, in steps of few rows: more tiles for the whole GPU to work on
 constexpr int kShortSegment = 32;      // rows of the longest segment that is cut into short tiles
+constexpr int kManyUnits = 32;         // short shrink units: with more there is work for the whole GPU without cutting rows for it
 
 enum class PlanError : int {
   kNone = 0,
@@ -34,8 +35,10 @@ namespace detail {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-inline int tile_height(int rows, int step_rows) {
-  return rows <= kShortSegment ? kShortRows : step_rows <= kMaxDecodeRows ? kMiddleRows : kMaxTileRows;
+// many: see has_many_units. Up to kShrinkChunkShort ranks a tile of expand has two units of columns if it is short.
+inline int tile_height(int rows, int rank, int step_rows, bool many) {
+  if (rows <= (many && rank > kShrinkChunkShort ? kShortRows : kShortSegment)) return kShortRows;
+  return step_rows <= kMaxDecodeRows ? kMiddleRows : kMaxTileRows;
 }
 
 inline int shares_of(int rank, int rows) {
@@ -50,14 +53,26 @@ enum class Tiles {
 
 // Calls visit(segment, row_start, rows, height, lora_rank) for every such tile in order.
 template <typename Visit>
-void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, Tiles tiles, Visit visit) {
+void for_each_tile(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank, Tiles tiles, bool many, Visit visit) {
   for (int s = 0; s < num_segments; ++s) {
     int const rows = indptr[s + 1] - indptr[s];
     int const rank = slots[s] >= 0 ? slot_rank[slots[s]] : 0;
     if (rank > 0 == (tiles == Tiles::kBlank)) continue;
-    int const height = tiles == Tiles::kCut ? tile_height(rows, indptr[num_segments]) : kMaxTileRows;
+    int const height = tiles == Tiles::kCut ? tile_height(rows, rank, indptr[num_segments], many) : kMaxTileRows;
     for (int row = 0; row < rows; row += height) visit(s, indptr[s] + row, std::min(height, rows - row), height, rank);
   }
+}
+
+// Whether a step of few rows would have many shrink units if its segments of up to kShortSegment rows were cut into short tiles. A tile reads all of an adapter.
+inline bool has_many_units(int32_t const* indptr, int32_t const* slots, int num_segments, int32_t const* slot_rank) {
+  if (indptr[num_segments] > kMaxDecodeRows) return false;
+  int64_t units = 0;
+  for (int s = 0; s < num_segments; ++s) {
+    int const rows = indptr[s + 1] - indptr[s];
+    int const rank = slots[s] >= 0 ? std::max(slot_rank[slots[s]], 0) : 0;
+    units += int64_t{ceil_div(rows, kShortRows)} * ceil_div(rank, kShrinkChunkShort);
+  }
+  return units > kManyUnits;
 }
 
 inline int chunk_of(int height) { return height == kShortRows ? kShrinkChunkShort : kShrinkChunkTall; }
@@ -77,19 +92,20 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
     if (slots[s] >= 0 && indptr[s + 1] > indptr[s]) largest = std::max(largest, slot_rank[slots[s]]);
   }
   if (largest > max_rank) return {PlanError::kRank, largest};
+  bool const many = detail::has_many_units(indptr, slots, num_segments, slot_rank);
   int64_t num_shares = 0;
   int64_t num_units = 0;
   int64_t num_blanks = 0;
   int64_t num_tiles = 0;
   int least_shares = 0;
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, [&](int, int, int rows, int height, int rank) {
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, many, [&](int, int, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
     least_shares = num_shares == 0 ? shares : std::min(least_shares, shares);
     num_shares += shares;
     num_units += detail::ceil_div(rank, detail::chunk_of(height));
   });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank, [&](int, int, int, int, int) { ++num_blanks; });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole, [&](int, int, int, int, int) { ++num_tiles; });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank, many, [&](int, int, int, int, int) { ++num_blanks; });
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole, many, [&](int, int, int, int, int) { ++num_tiles; });
   int const slot_offset = kHeaderWords + num_segments + 1;
   int64_t const expand_offset = (slot_offset + num_segments + kItemWords - 1) / kItemWords * kItemWords;
   int64_t const shrink_offset = expand_offset + num_shares * kItemWords;
@@ -109,15 +125,15 @@ inline PlanResult write_work_lists(int32_t* plan, int64_t capacity, int num_segm
     item[3] = word;
     item += kItemWords;
   };
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, [&](int s, int start, int rows, int height, int rank) {
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kCut, many, [&](int s, int start, int rows, int height, int rank) {
     int const shares = detail::shares_of(rank, rows);
     for (int i = 0; i < shares; ++i) put(share, s, start, rows, i | shares << 16);
     int const chunk = detail::chunk_of(height);
     for (int first = 0; first < rank; first += chunk) put(unit, s, start, rows, first | chunk << 16);
   });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank,
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kBlank, many,
                         [&](int s, int start, int rows, int, int) { put(blank, s, start, rows, 0); });
-  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole,
+  detail::for_each_tile(indptr, slots, num_segments, slot_rank, detail::Tiles::kWhole, many,
                         [&](int s, int start, int rows, int, int) { put(tile, s, start, rows, 0); });
   std::fill_n(plan, kHeaderWords, 0);
   plan[kNumSegments] = num_segments;
