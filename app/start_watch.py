@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from app.file_threads import on_daemon_thread
 from punica_core.errors import WorkerLost
 from punica_core.protocol import Progress
 
@@ -84,28 +84,7 @@ class StartWatch:
 def call_watched(work: Callable[[], ResultT], bound: float, what: str) -> ResultT:
     """What `work` returns or raises, on a daemon thread: before there is an event loop. Raises WorkerLost after `bound`
     seconds."""
-    results: list[ResultT] = []
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # is the caller's
-            errors.append(error)
-        ended.set()
-
-    threading.Thread(target=run, name="start", daemon=True).start()
-    waited, next_word = 0.0, min(FIRST_WORD, bound)
-    while not ended.wait(next_word - waited):
-        waited = next_word
-        if waited >= bound:
-            raise WorkerLost(_ended(what, bound))
-        _say(what, waited, bound)
-        next_word = min(2 * waited, bound)
-    if errors:
-        raise errors[0]
-    return results[0]
+    return asyncio.run(StartWatch(bound, what).wait_for(on_daemon_thread(work)))
 
 
 def _say(what: str, silent: float, bound: float) -> None:
