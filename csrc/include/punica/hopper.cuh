@@ -65,35 +65,27 @@ __device__ inline void arrive_for(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// `of`: what is seen of what was written before the phase ended.
+#define PUNICA_AWAIT(of)                                               \
+  asm volatile(                                                        \
+      "{\n"                                                            \
+      "  .reg .pred done;\n"                                           \
+      "again:\n"                                                       \
+      "  mbarrier.try_wait.parity" of ".shared::cta.b64 done, [%0], %1;\n" \
+      "  @done bra over;\n"                                            \
+      "  bra again;\n"                                                 \
+      "over:\n"                                                        \
+      "}" ::"r"(barrier),                                              \
+      "r"(parity)                                                      \
+      : "memory")
+
 // Until the phase of that parity has ended.
-__device__ inline void await(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred done;\n"
-      "again:\n"
-      "  mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "  @done bra over;\n"
-      "  bra again;\n"
-      "over:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+__device__ inline void await(uint32_t barrier, uint32_t parity) { PUNICA_AWAIT(""); }
 
 // And what other blocks of the cluster sent with the phase is seen.
-__device__ inline void await_in_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred done;\n"
-      "again:\n"
-      "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "  @done bra over;\n"
-      "  bra again;\n"
-      "over:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+__device__ inline void await_in_cluster(uint32_t barrier, uint32_t parity) { PUNICA_AWAIT(".acquire.cluster"); }
+
+#undef PUNICA_AWAIT
 
 // What others wrote before they wrote that is seen too.
 __device__ inline int load_acquire(int const* pointer) {
