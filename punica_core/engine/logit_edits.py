@@ -135,9 +135,9 @@ class LogitEdits(Generic[A]):
             None if self.added is None else AddedEntries(*tensors[count:]),
         )
 
-    def on_host(self: LogitEdits[Array]) -> LogitEdits[torch.Tensor]:
-        """The same edits as tensors that share the arrays' memory."""
-        return self.replaced([torch.from_numpy(array) for array in self.arrays()])
+    def on(self: LogitEdits[Array], device: torch.device) -> LogitEdits[torch.Tensor]:
+        """The same edits as tensors on `device`; on the CPU they share the arrays' memory."""
+        return self.replaced([torch.from_numpy(array).to(device) for array in self.arrays()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Sampler:
         if edits is None:
             return logits
         scores = logits.clone()
-        apply_edits(scores, edits.on_host())
+        apply_edits(scores, edits.on(scores.device))
         return scores
 
     def _draw(self, scores: torch.Tensor, rows: Sequence[RowPlan]) -> torch.Tensor:

@@ -33,7 +33,7 @@ def edited(
     scores = logits.clone()
     edits = (collector or EditCollector(eos_token_ids)).collect(rows, logits.shape[-1])
     if edits is not None:
-        apply_edits(scores, edits.on_host())
+        apply_edits(scores, edits.on(scores.device))
     return scores
 
 
