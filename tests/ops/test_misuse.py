@@ -28,8 +28,8 @@ if misuse == "max_rank":
     batch.max_rank = 32
 elif misuse == "rows":
     batch.x, batch.y = batch.x[:-1], batch.y[:-1]
-elif misuse == "queue":
-    batch.plan.plan[-4] = 1
+elif misuse == "units":
+    batch.plan.plan[-3] = 1000
 if call == "linear":
     layer.run()
 elif call == "expand":
@@ -45,7 +45,7 @@ CALLS = {
     ("linear", "none"): True,
     ("linear", "max_rank"): False,
     ("linear", "rows"): False,
-    ("linear", "queue"): False,
+    ("linear", "units"): False,
     ("shrink", "none"): True,
     ("shrink", "max_rank"): False,
     ("expand", "max_rank"): False,

@@ -16,6 +16,7 @@
 namespace punica {
 
 constexpr int kSumsBarrier = 1;
+constexpr int kBegunBarrier = 2;
 
 // Who does what in a block: kGroups warpgroups consume, each with kParts products of 64 columns. Behind them a warp that brings W and x, one that brings
 // adapters, and those that shrink.
@@ -188,7 +189,7 @@ __device__ inline void linear_block(LinearParams const& params) {
     if (lane == 1) fetch_map(params.x);
     fence_barriers();
   }
-  __syncthreads();
+  if (role < 2) named_barrier(kBegunBarrier, kConsumers + 64);  // who shrinks does not use them
   bool const shares = tile.splits > 1;
   if (shares) cluster.arrive_begun();  // nobody sends to a block that has not begun
   LinearRing ring(shared.stages, memory, params.stage_bytes(), params.stages);
@@ -204,7 +205,7 @@ __device__ inline void linear_block(LinearParams const& params) {
       ring.skip(num_steps);
       stream_adapters<T>(params, ring, first_column, split);
     } else {
-      shrink_from_queue<T>(params.shrink, shared.shrink);
+      shrink_items<T>(params.shrink, shared.shrink);
     }
     if (shares) cluster.wait();
     return;

@@ -136,6 +136,8 @@ struct AdapterStream {
   int slice_offset;   // bytes from a row to its ranks of the slice
   int first_column;   // in the block's tile
   int num_columns;
+  ShrinkParams const& shrink;
+  bool& must_wait;  // for the low-rank rows
 
   // A stage with items of the lanes that are `taken`: `offset` is where a lane's B comes. Column `skipped` is the first that is wanted.
   __device__ void put(unsigned taken, AdapterSegment<T> const& segment, int offset, int first_row, int end_row, int total, int skipped, int columns) {
@@ -157,12 +159,12 @@ struct AdapterStream {
     bool const whole = !__any_sync(~0u, own && segment.lora_rank % 16 != 0);
     if (lane == 0) ring.set_adapters({__popc(taken), first_row, end_row, total + slice_offset, hidden_pitch, first_column + skipped, columns, whole});
     __syncwarp();
-    if (lane == 0) {
-      arrive_for(ring.full(), total + hidden_bytes);
-      copy_bulk(to + total, reinterpret_cast<char const*>(hidden) + static_cast<int64_t>(first_row) * hidden_pitch, hidden_bytes, ring.full());
-    }
+    if (lane == 0) arrive_for(ring.full(), total + hidden_bytes);
     __syncwarp();
     if (own) copy_bulk(to + offset, segment.b + static_cast<int64_t>(skipped) * (segment.row_bytes() / 2), bytes, ring.full());
+    if (must_wait) await_hidden(shrink);
+    must_wait = false;
+    if (lane == 0) copy_bulk(to + total, reinterpret_cast<char const*>(hidden) + static_cast<int64_t>(first_row) * hidden_pitch, hidden_bytes, ring.full());
     ring.advance();
   }
 
@@ -228,7 +230,7 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
   int const eights = (params.num_rows + 7) / 8;
   int const first_row = eights * split / params.tile.splits * 8;
   int const end_row = eights * (split + 1) / params.tile.splits * 8;
-  bool must_wait = true, there = false;
+  bool must_wait = true;
 #pragma unroll 1
   for (int start = 0; start < num_segments; start += 32) {
     int const index = start + lane;
@@ -254,23 +256,21 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       int const bytes = (end - begin) * segment.row_bytes();
       if (must_wait) {
         if ((todo >> lane & 1) && bytes * __popc(todo) <= kPrefetchBytes) prefetch(segment.b, bytes);
-        there = await_hidden(params.shrink);
         ring.await_adapters();
       }
-      must_wait = false;
       auto const* const hidden = static_cast<T const*>(params.shrink.scratch.hidden);
-      AdapterStream<T> stream{ring, hidden, tables.slices * rank_pitch * 2, slice * rank_pitch * 2, begin - first_column, end - begin};
+      AdapterStream<T> stream{ring, hidden, tables.slices * rank_pitch * 2, slice * rank_pitch * 2, begin - first_column, end - begin, params.shrink, must_wait};
       stream.put_all(todo, segment);
     }
   }
-  if (must_wait) there = await_hidden(params.shrink);
-  demand(there);  // here, once: behind each wait it makes other warps spill registers
+  if (must_wait) await_hidden(params.shrink);
   ring.await_adapters();
   ring.await_empty();
   if (lane == 0) {
     ring.set_adapters({-1});
     arrive(ring.full());
   }
+  leave_hidden(params.shrink);
 }
 
 #endif

@@ -77,14 +77,18 @@ __device__ inline int add_rows(AdapterStage const& stage, LaneColumns16<kParts> 
           a[part][3] = bottom.y;
         }
       }
+      uint2 v[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        unsigned const row = 8 * tile + quad - first_row;
+        v[tile] = load_shared8_if(row < (valid > 0 ? num_rows : 0u), hidden + 8 * tile * stage.hidden_pitch + rank * 2);
+      }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (kSkips && (first_row >= 8 * tile + 8 || first_row + static_cast<int>(num_rows) <= 8 * tile)) continue;
-        unsigned const row = 8 * tile + quad - first_row;
-        uint2 const v = load_shared8_if(row < (valid > 0 ? num_rows : 0u), hidden + 8 * tile * stage.hidden_pitch + rank * 2);
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-          mma_16x8x16<T>(sum[part][tile], a[part][0], a[part][1], a[part][2], a[part][3], v.x, v.y);
+          mma_16x8x16<T>(sum[part][tile], a[part][0], a[part][1], a[part][2], a[part][3], v[tile].x, v[tile].y);
       }
     }
 #pragma unroll

@@ -58,26 +58,24 @@ __device__ inline void prefetch_a(ShrinkParams const& params, ShrinkItem const& 
   prefetch(static_cast<T const*>(params.tables.arena) + record.a_offset + static_cast<int64_t>(rank) * params.in_features + first, columns * 2);
 }
 
-// Works until the queue is empty.
+// Works until no item is left. A block's first is its own: all but x is known and on its way when the kernel in front ends. Others come from a queue.
 template <typename T, typename Team>
-__device__ inline void shrink_from_queue(ShrinkParams const& params, ShrinkShared<Team>& shared) {
+__device__ inline void shrink_items(ShrinkParams const& params, ShrinkShared<Team>& shared) {
   LinearCounters const counters(params.scratch);
   Tables const& tables = params.tables;
-  wait_for_previous();  // the kernel in front may use the counters too
-  if (Team::thread() == 0) shared.tickets[0] = count(counters.next);
   WorkList const work = load_work_list(tables, params.scratch);
   int const splits = split_count(params.scratch, work.num_units, tables.slices, params.in_features);
   int const total = work.num_units * tables.slices * splits;
+  auto const draw = [&] {
+    int const drawn = count(counters.next);
+    if (drawn == total - 1) *counters.next = 0;  // one is drawn for each item
+    return static_cast<int>(gridDim.x) + drawn;
+  };
+  int index = blockIdx.x;
 #pragma unroll 1
-  for (int turn = 0;; turn ^= 1) {
-    Team::sync();
-    int const index = shared.tickets[turn];
-    if (index >= total) {
-      // As many tickets are beyond the end as there are blocks.
-      if (Team::thread() == 0 && index == total + static_cast<int>(gridDim.x) - 1) *counters.next = 0;
-      return;
-    }
-    if (Team::thread() == 0) shared.tickets[turn ^ 1] = count(counters.next);
+  for (int turn = 0; index < total; turn ^= 1) {
+    bool const first = index == static_cast<int>(blockIdx.x);
+    if (!first && Team::thread() == 0) shared.tickets[turn] = draw();
     ShrinkItem item;
     int4 const unit = load_unit(params, work, splits, index, item);
     TableRecord const record = load_record(tables, item.slice, unit.z);
@@ -85,41 +83,49 @@ __device__ inline void shrink_from_queue(ShrinkParams const& params, ShrinkShare
     if (item.rank_start < record.lora_rank) {
       prefetch_a<T>(params, item, record, unit.w >> 16, Team::thread());
       if (unit.w >> 16 == kShrinkChunkShort) {
-        complete = shrink_item<T, ShortTile<Team>, true>(params, item, record, shared.buffer, false);
+        complete = shrink_item<T, ShortTile<Team>, true>(params, item, record, shared.buffer, first);
       } else {
-        complete = shrink_item<T, MiddleTile<Team>, true>(params, item, record, shared.buffer, false);
+        complete = shrink_item<T, MiddleTile<Team>, true>(params, item, record, shared.buffer, first);
       }
+    } else if (first) {
+      wait_for_previous();
     }
-    if (complete && Team::thread() == 0) {
-      fence();
-      count(counters.done);
+    if (Team::thread() == 0) {
+      if (complete) count_in_order(counters.done);
+      if (first) shared.tickets[turn] = draw();
     }
+    Team::sync();
+    index = shared.tickets[turn];
   }
 }
 
-// Until all low-rank rows of the step are there, for the copy engine too. False if they are not: two kernels use the plan at the same time. By a whole
-// warp of each block, once.
-__device__ inline bool await_hidden(ShrinkParams const& params) {
+__device__ inline int count_of_units(ShrinkParams const& params) {
+  return load_metadata(reinterpret_cast<int4 const*>(params.tables.plan + kNumShrinkUnits)).x * params.tables.slices;
+}
+
+// Until all low-rank rows of the step are there, for the copy engine too, or have been awaited for too long. By a whole warp of each block, once.
+__device__ inline void await_hidden(ShrinkParams const& params) {
   wait_for_previous();
-  bool there = true;
   if (threadIdx.x % 32 == 0) {
     LinearCounters const counters(params.scratch);
-    int const total = load_metadata(reinterpret_cast<int4 const*>(params.tables.plan + kNumShrinkUnits)).x * params.tables.slices;
-    int done = load_acquire(counters.done);
+    int const total = count_of_units(params);
 #pragma unroll 1
-    for (int polls = 1; done < total && polls < kMostPolls; ++polls) {
-      pause();
-      done = load_acquire(counters.done);
-    }
-    there = done == total;
-    if (count(counters.passed) == static_cast<int>(gridDim.x) - 1) {
-      *counters.done = 0;
-      *counters.passed = 0;
-    }
+    for (int polls = 0; load_acquire(counters.done) < total && polls < kMostPolls; ++polls) pause();
     fence_copies_from_memory();
   }
   __syncwarp();
-  return there;
+}
+
+// By the same warps, when nothing waits for them any more. All units have been counted, or two kernels use the plan at the same time.
+__device__ inline void leave_hidden(ShrinkParams const& params) {
+  if (threadIdx.x % 32 != 0) return;
+  LinearCounters const counters(params.scratch);
+  int const done = load_acquire(counters.done);
+  demand(done == count_of_units(params));
+  if (count(counters.passed) == static_cast<int>(gridDim.x) - 1) {
+    *counters.done = 0;
+    *counters.passed = 0;
+  }
 }
 
 #endif

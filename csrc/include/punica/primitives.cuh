@@ -79,6 +79,13 @@ __device__ inline void fence() { __threadfence(); }
 // Adds one; returns what it was.
 __device__ inline int count(int* counter) { return atomicAdd(counter, 1); }
 
+// As `count`, in order: what the thread has written or seen by then is seen by whoever counts later, and it sees what those before did.
+__device__ inline int count_in_order(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 __device__ inline unsigned warp_min(unsigned value) { return __reduce_min_sync(~0u, value); }
 
 __device__ inline float shuffle_xor(float value, int distance) { return __shfl_xor_sync(~0u, value, distance); }

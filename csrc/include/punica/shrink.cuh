@@ -154,11 +154,9 @@ __device__ inline bool is_last(ShrinkParams const& params, ShrinkItem const& ite
   bool& last = Team::last();
   Team::sync();
   if (Team::thread() == 0) {
-    fence();
     int* const counter = params.scratch.counters + item.counter;
-    last = count(counter) == item.splits - 1;
+    last = count_in_order(counter) == item.splits - 1;
     if (last) *counter = 0;
-    fence();
   }
   Team::sync();
   return last;

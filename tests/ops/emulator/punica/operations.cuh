@@ -56,6 +56,7 @@ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t 
 
 inline void fence() {}
 inline int count(int* counter) { return (*counter)++; }
+inline int count_in_order(int* counter) { return count(counter); }
 
 inline unsigned warp_min(unsigned value) {
   return emulator::with_warp({value, 0, 0, 0, 0, 0}, [](auto const& lanes) {
