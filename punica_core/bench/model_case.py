@@ -23,7 +23,7 @@ from punica_core.bench.lora_cases import (
     scratch_for,
 )
 from punica_core.lora.arena_layout import AdapterLayout, ModuleShape, Run, lay_out, record_words
-from punica_core.lora.table_step import MAX_FUSED_RANKS, is_fused
+from punica_core.lora.table_step import MAX_FUSED_RANK, is_fused
 from punica_core.lora.tables import AdapterTables
 from punica_core.ops.layout import Header, row_pitch, scratch_elements
 
@@ -93,7 +93,7 @@ class ModelCase:
 
     def _place_as_engine(self, step: Step, memory: EngineMemory, dtype: torch.dtype, device: str) -> None:
         self.max_rank = ENGINE_RANK
-        self.fused_rank = max(self.fused_rank, MAX_FUSED_RANKS) if memory.own_rank else ENGINE_RANK
+        self.fused_rank = max(self.fused_rank, MAX_FUSED_RANK) if memory.own_rank else ENGINE_RANK
         if not memory.own_rank:
             self.plan.plan[Header.RANK_PITCH] = ENGINE_RANK
         rows = step.num_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +34,22 @@ class LoRAOrder(Enum):
     """Base product, shrink and expand in one kernel, for few rows of few adapters; `BESIDE` in layers not taken."""
 
 
-MAX_FUSED_ADAPTERS = 4
-"""Runs of rows of one adapter in a step that is fused, at most: with 8, either order takes as long on an H200."""
+class FusedLimits(NamedTuple):
+    """What a step may have to be fused. With more, shrink beside the base product is faster on an H200, or may be.
 
-MAX_FUSED_RANKS = 64
-"""The sum of their lora_ranks, at most: one adapter of 64 with 64 rows is the last that gained anything there."""
+    runs: of rows of one adapter. ranks: the sum of their lora_ranks. lora_rank: of each.
+    """
 
-MAX_LONG_FUSED_RANK = 32
-"""Of each, with more than FEW_LINEAR_ROWS rows: beyond, low-rank rows do not fit the place of weights."""
+    runs: int
+    ranks: int
+    lora_rank: int
+
+
+FEW_ROWS_FUSED = FusedLimits(runs=16, ranks=256, lora_rank=64)
+MANY_ROWS_FUSED = FusedLimits(runs=12, ranks=192, lora_rank=32)
+"""With more than FEW_LINEAR_ROWS rows. Low-rank rows of larger lora_ranks do not fit the place of weights."""
+
+MAX_FUSED_RANK = FEW_ROWS_FUSED.lora_rank
 
 
 def lora_orders(num_rows: int, *, lora: bool = True, fused_rows: int = 0) -> tuple[LoRAOrder, ...]:
@@ -74,7 +83,7 @@ def is_fused(num_rows: int, out_features: Sequence[int]) -> bool:
 
 def _takes(group: LinearGroup, num_rows: int, device: torch.device) -> bool:
     sizes = (num_rows, sum(group.out_features), group.in_features)
-    return takes_layer(*sizes, slices=len(group.out_features), max_rank=MAX_FUSED_RANKS, device=device)
+    return takes_layer(*sizes, slices=len(group.out_features), max_rank=MAX_FUSED_RANK, device=device)
 
 
 class TableLoRA:
@@ -145,9 +154,10 @@ class TableLoRA:
             begins[1:] &= row_slots[1:] != row_slots[:-1]
             runs = row_slots[begins]
             ranks = self._slot_rank[runs]
-            most_rank = MAX_FUSED_RANKS if len(row_slots) <= FEW_LINEAR_ROWS else MAX_LONG_FUSED_RANK
-            few = len(runs) <= MAX_FUSED_ADAPTERS and ranks.sum() <= MAX_FUSED_RANKS and ranks.max() <= most_rank
-            return best if few else LoRAOrder.BESIDE
+            limits = FEW_ROWS_FUSED if len(row_slots) <= FEW_LINEAR_ROWS else MANY_ROWS_FUSED
+            few = FusedLimits(len(runs), int(ranks.sum()), int(ranks.max()))
+            fits = all(own <= most for own, most in zip(few, limits, strict=True))
+            return best if fits else LoRAOrder.BESIDE
         return best
 
     def begin(self, row_slots: Int32Array, order: LoRAOrder = LoRAOrder.BESIDE) -> None:
@@ -160,8 +170,8 @@ class TableLoRA:
         """
         self._segments.set_rows(row_slots, self._slot_rank)
         largest = self._segments.rank_pitch
-        if order is LoRAOrder.FUSED and largest > MAX_FUSED_RANKS:
-            raise ValueError(f"the step has lora_ranks up to {largest}, {order.name} takes at most {MAX_FUSED_RANKS}")
+        if order is LoRAOrder.FUSED and largest > MAX_FUSED_RANK:
+            raise ValueError(f"the step has lora_ranks up to {largest}, {order.name} takes at most {MAX_FUSED_RANK}")
 
     def product(
         self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
@@ -171,7 +181,7 @@ class TableLoRA:
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._scratch(out_features, x)
             tables = (self._arena, table, self._plan)
-            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, min(self._max_rank, MAX_FUSED_RANKS))
+            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, min(self._max_rank, MAX_FUSED_RANK))
         elif self.running is LoRAOrder.AHEAD and bias is None:
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._shrink(table, out_features, x, summed=True)

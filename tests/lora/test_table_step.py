@@ -193,12 +193,15 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
         ([0] * 64, LoRAOrder.FUSED),
         ([0] * 129, LoRAOrder.BESIDE),
         ([-1, 0, 0, -1, 1, -1], LoRAOrder.FUSED),
-        ([0, 1, 0, 1, -1, -1], LoRAOrder.FUSED),
-        ([0, 1, 0, 1, -1, 0], LoRAOrder.BESIDE),
+        ([0, 1] * 8 + [-1, -1], LoRAOrder.FUSED),
+        ([0, 1] * 8 + [-1, 0], LoRAOrder.BESIDE),
         ([0, 0, 2], LoRAOrder.BESIDE),
-        ([3, 3, 1, 1], LoRAOrder.FUSED),
-        ([3, 1, 3, 1], LoRAOrder.BESIDE),
+        ([3, 1] * 4, LoRAOrder.FUSED),
+        ([3, 1] * 4 + [0], LoRAOrder.BESIDE),
+        ([4], LoRAOrder.BESIDE),
         ([0] * 65, LoRAOrder.FUSED),
+        ([0, 1] * 6 + [1] * 64, LoRAOrder.FUSED),
+        ([0, 1] * 6 + [0] * 64, LoRAOrder.BESIDE),
         ([3] + [0] * 64, LoRAOrder.BESIDE),
     ],
     ids=[
@@ -206,23 +209,28 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
         "one adapter",
         "more rows",
         "two adapters",
-        "four runs",
-        "five runs",
+        "sixteen runs",
+        "seventeen runs",
         "one of them with a gain",
-        "a large rank",
-        "a large rank twice",
+        "ranks up to 256 in sum",
+        "ranks beyond",
+        "a rank that the kernel does not take",
         "many rows",
+        "many rows in twelve runs",
+        "many rows in thirteen runs",
         "many rows and a large rank",
     ],
 )
 def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
-    arena, tables = Arena(1 << 14, dtype=torch.float32), AdapterTables(1, 4)
+    arena, tables = Arena(1 << 15, dtype=torch.float32), AdapterTables(1, 5)
     plain = ModuleWeights(torch.randn(4, HIDDEN), torch.randn(WIDE, 4), 1.0)
     for slot, gain in enumerate((None, None, torch.ones(WIDE))):
         tables.write(slot, {0: dataclasses.replace(plain, row_gain=gain)}, arena)
-    tables.write(3, {0: ModuleWeights(torch.randn(60, HIDDEN), torch.randn(WIDE, 60), 1.0)}, arena)
+    for slot, lora_rank in ((3, 60), (4, 65)):
+        large = ModuleWeights(torch.randn(lora_rank, HIDDEN), torch.randn(WIDE, lora_rank), 1.0)
+        tables.write(slot, {0: large}, arena)
     rows = np.array(row_slots, np.int32)
-    fused, plain_lora = (TableLoRA(tables, arena, max_rows=129, max_rank=64, fused_rows=most) for most in (128, 0))
+    fused, plain_lora = (TableLoRA(tables, arena, max_rows=129, max_rank=72, fused_rows=most) for most in (128, 0))
     assert fused.order(rows) is order
     assert order in lora_orders(len(rows), fused_rows=128)
     assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
