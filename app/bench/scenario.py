@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from punica_core.bench.workload import Workload
 MODES = ("closed", "open")
 BASE = "base"
 """The popularity of a load that asks for no adapter."""
+
+NEW_PROMPTS = -1
+"""The prompt_seed that stands for another one each time."""
 
 MAX_REQUESTS = 100_000
 MAX_PROCESSES = 64
@@ -57,7 +61,10 @@ class Scenario:
     prompts: str = _key("ids", "ids: prompts as token ids; text: as words, a token each in most vocabularies")
     ignore_eos: bool = _key(True, "generate the whole length, which a strict OpenAI server has no field for")
     warmup: bool = _key(False, "first ask every model for two tokens, so that all adapters are loaded")
-    seed: int = _key(0, "of everything random")
+    seed: int = _key(0, "of everything random but the prompts' tokens")
+    prompt_seed: int = _key(
+        NEW_PROMPTS, "of the prompts' tokens, plus one for each further run; -1: prompts that no server has cached"
+    )
     token_low: int = _key(300, "lowest prompt token id")
     token_high: int = _key(30_000, "prompt token ids are below this")
     allow_remote: bool = _key(False, "allow a server that is not on the loopback interface")
@@ -74,6 +81,7 @@ class Scenario:
             "requests": (1, MAX_REQUESTS),
             "max_seconds": (0.001, MAX_SECONDS),
             "token_low": (0, self.token_high - 1),
+            "prompt_seed": (NEW_PROMPTS, 2**63),
         }
         for key, (low, high) in bounds.items():
             if not low <= getattr(self, key) <= high:
@@ -98,6 +106,7 @@ class Scenario:
             token_range=(self.token_low, self.token_high),
             prompts=self.prompts,
             ignore_eos=self.ignore_eos,
+            prompt_seed=_drawn(self.prompt_seed) + self.popularities.index(popularity),
         )
 
 
@@ -115,7 +124,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_scenario(file: Path | None, flags: argparse.Namespace) -> Scenario:
-    """The scenario of a YAML file (or the defaults) with the given flags on top, validated. Raises ValueError."""
+    """The scenario of a YAML file (or the defaults) with the given flags on top, validated. Raises ValueError.
+
+    Its prompt_seed is a number, drawn here if new prompts are wanted.
+    """
     known = {key.name: key for key in dataclasses.fields(Scenario)}
     values: dict[str, Any] = yaml.safe_load(file.read_text()) or {} if file else {}
     if not isinstance(values, dict):
@@ -132,7 +144,11 @@ def load_scenario(file: Path | None, flags: argparse.Namespace) -> Scenario:
         values["models"] = _names(models) if isinstance(models, str) else tuple(models)
     scenario = Scenario(**values)
     scenario.validate()
-    return scenario
+    return dataclasses.replace(scenario, prompt_seed=_drawn(scenario.prompt_seed))
+
+
+def _drawn(prompt_seed: int) -> int:
+    return secrets.randbits(48) if prompt_seed == NEW_PROMPTS else prompt_seed
 
 
 def _names(text: str) -> tuple[str, ...]:

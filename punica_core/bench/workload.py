@@ -46,7 +46,8 @@ class Workload:
     models: names, most popular first. popularity: distinct, uniform, skewed, identical, zipf or zipf:EXPONENT.
     lengths: see `request_lengths`. arrivals: closed, or see `arrival_times`; rate: requests a second of the others.
     token_range: prompt token ids are drawn from this half-open range. prompts: ids, or text: as many words as the
-    prompt should have tokens. ignore_eos: every request generates its full length.
+    prompt should have tokens. ignore_eos: every request generates its full length. prompt_seed: of the prompts' tokens,
+    None as `seed`.
     """
 
     models: tuple[str, ...]
@@ -59,6 +60,7 @@ class Workload:
     token_range: tuple[int, int] = (300, 30_000)
     prompts: str = "ids"
     ignore_eos: bool = True
+    prompt_seed: int | None = None
 
     def plan(self) -> list[PlannedRequest]:
         """Its requests, in order of arrival. Raises ValueError for a word or number that means nothing."""
@@ -69,7 +71,8 @@ class Workload:
             times = arrival_times(self.arrivals, self.rate, self.requests, self.seed)
         if self.prompts not in PROMPTS:
             raise ValueError(f"prompts is {self.prompts!r}; it must be one of {', '.join(PROMPTS)}.")
-        generator = np.random.Generator(np.random.PCG64([self.seed, 1]))
+        prompt_seed = self.seed if self.prompt_seed is None else self.prompt_seed
+        generator = np.random.Generator(np.random.PCG64([prompt_seed, 1]))
         planned = []
         for model, (prompt, output), at in zip(models, lengths, times, strict=True):
             ids = tuple(generator.integers(*self.token_range, prompt).tolist())

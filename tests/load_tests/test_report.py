@@ -108,6 +108,33 @@ def test_base_asks_for_no_adapter_and_the_others_for_nothing_else() -> None:
     assert asked == {"base": {"m"}, "distinct": {"a", "b", "c"}}
 
 
+def prompts_of(*flags: str) -> list[set[tuple[int, ...]]]:
+    """The prompts of each run of a scenario."""
+    scenario = load_scenario(None, parsed("--requests", "9", "--popularity", "base,identical", *flags))
+    plans = [scenario.workload(name, Models("m", ("a", "b"))).plan() for name in scenario.popularities]
+    return [{request.prompt_ids for request in plan} for plan in plans]
+
+
+def test_no_two_runs_send_the_same_prompt() -> None:
+    runs = prompts_of() + prompts_of()
+    assert len(set().union(*runs)) == sum(map(len, runs)) == 4 * 9
+
+
+def test_prompts_are_repeated_where_their_seed_is_given() -> None:
+    first, second = prompts_of("--prompt-seed", "7")
+    assert prompts_of("--prompt-seed", "7") == [first, second]
+    assert prompts_of("--prompt-seed", "8")[0] == second
+    assert not first & second
+
+
+def test_the_report_has_the_seed_that_repeats_its_prompts() -> None:
+    scenario = load_scenario(None, parsed())
+    assert scenario.prompt_seed >= 0
+    again = load_scenario(None, parsed("--prompt-seed", str(scenario.prompt_seed)))
+    plans = [each.workload("uniform", Models("m", ("a",))).plan() for each in (scenario, again)]
+    assert plans[0] == plans[1]
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         listed = [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}, {"id": "b", "parent": "m"}]
