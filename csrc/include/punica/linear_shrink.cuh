@@ -1,5 +1,5 @@
-// v = x A^T inside the kernel of linear.cuh: some warps of each block take items of the work list of shrink.cuh from a queue, while the others stream
-// weights. No block waits for one that has not begun: whoever runs takes what is left, and what has been taken is being worked on.
+// v = x A^T inside the kernel of linear.cuh: some warps of each block work on items of the work list of shrink.cuh, while the others stream weights. Blocks wait
+// for low-rank rows that others compute, so all of them must get to run: there is at most one a multiprocessor, and no later kernel begins before they have.
 #pragma once
 
 #include "punica/cluster.cuh"
