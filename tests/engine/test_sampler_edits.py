@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from punica_core.engine import logit_edits
-from punica_core.engine.logit_edits import EditCollector, TokenHistory, apply_edits
+from punica_core.engine import logit_edits, sampler
+from punica_core.engine.logit_edits import EditCollector, LogitEdits, TokenHistory, apply_edits
 from punica_core.engine.sampler import Sampler
 from punica_core.protocol import SamplingParams
 from punica_core.scheduler.plan import RowPlan
@@ -222,3 +222,15 @@ def test_edits_hide_no_number_that_is_unusable(value: float) -> None:
     ]
     scores = edited(logits, rows, eos_token_ids=(10,))
     assert not (scores[:, [4, 10]] < torch.inf).any()
+
+
+def test_edits_are_where_the_scores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose sampler runs in plain torch."""
+    seen: list[LogitEdits[torch.Tensor]] = []
+    monkeypatch.setattr(sampler, "apply_edits", lambda scores, edits: seen.append(edits))
+    row = sampling_row(generated=[4], repetition_penalty=1.5, presence_penalty=1.0, logit_bias={7: 1.0})
+    Sampler(VOCAB_SIZE, [], seed=0)._scores(some_logits(1).to("meta"), [row])
+    (edits,) = seen
+    assert edits.penalties is not None
+    assert edits.added is not None
+    assert {array.device.type for array in edits.arrays()} == {"meta"}

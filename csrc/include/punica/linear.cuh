@@ -189,7 +189,7 @@ __device__ inline void linear_block(LinearParams const& params) {
     if (lane == 1) fetch_map(params.x);
     fence_barriers();
   }
-  if (role < 2) named_barrier(kBegunBarrier, kConsumers + 64);  // who shrinks does not use them
+  if (role < 2) named_barrier(kBegunBarrier, kConsumers + 64);  // the ring's barriers are ready; who shrinks uses none
   bool const shares = tile.splits > 1;
   if (shares) cluster.arrive_begun();  // nobody sends to a block that has not begun
   LinearRing ring(shared.stages, memory, params.stage_bytes(), params.stages);

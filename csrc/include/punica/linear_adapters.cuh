@@ -263,8 +263,8 @@ __device__ inline void stream_adapters(LinearParams const& params, LinearRing& r
       stream.put_all(todo, segment);
     }
   }
-  if (must_wait) await_hidden(params.shrink);
   ring.await_adapters();
+  if (must_wait) await_hidden(params.shrink);
   ring.await_empty();
   if (lane == 0) {
     ring.set_adapters({-1});

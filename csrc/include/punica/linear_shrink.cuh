@@ -13,6 +13,7 @@ namespace punica {
 
 constexpr int kShrinkBarrier = 3;
 constexpr int kMostPolls = 1 << 24;  // seconds: nothing that is being worked on takes so long
+constexpr int kGaveUp = 1 << 20;     // more than there are units
 
 template <typename Team>
 struct LinearShared;
@@ -109,14 +110,17 @@ __device__ inline void await_hidden(ShrinkParams const& params) {
   if (threadIdx.x % 32 == 0) {
     LinearCounters const counters(params.scratch);
     int const total = count_of_units(params);
+    int polls = 0;
 #pragma unroll 1
-    for (int polls = 0; load_acquire(counters.done) < total && polls < kMostPolls; ++polls) pause();
+    for (; load_acquire(counters.done) < total && polls < kMostPolls; ++polls) pause();
+    if (polls == kMostPolls) add(counters.done, kGaveUp);  // what comes now is too late: leave_hidden stops
     fence_copies_from_memory();
   }
   __syncwarp();
 }
 
-// By the same warps, when nothing waits for them any more. All units have been counted, or two kernels use the plan at the same time.
+// By the same warps, when nothing waits for them any more. Stops the kernel unless each unit has been counted once and none was given up: two kernels may use
+// the plan at the same time.
 __device__ inline void leave_hidden(ShrinkParams const& params) {
   if (threadIdx.x % 32 != 0) return;
   LinearCounters const counters(params.scratch);

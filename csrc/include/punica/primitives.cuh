@@ -73,8 +73,7 @@ __device__ inline void demand(bool holds) {
   if (!holds) __trap();
 }
 
-// What the thread has written is seen by whoever sees what it writes afterwards.
-__device__ inline void fence() { __threadfence(); }
+__device__ inline void add(int* counter, int number) { atomicAdd(counter, number); }
 
 // Adds one; returns what it was.
 __device__ inline int count(int* counter) { return atomicAdd(counter, 1); }
