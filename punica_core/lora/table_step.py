@@ -37,16 +37,16 @@ class LoRAOrder(Enum):
 class FusedLimits(NamedTuple):
     """What a step may have to be fused. With more, shrink beside the base product is faster on an H200, or may be.
 
-    runs: of rows of one adapter. ranks: the sum of their lora_ranks. lora_rank: of each.
+    runs: of rows of one adapter. sum_of_lora_ranks: theirs. lora_rank: of each.
     """
 
     runs: int
-    ranks: int
+    sum_of_lora_ranks: int
     lora_rank: int
 
 
-FEW_ROWS_FUSED = FusedLimits(runs=16, ranks=256, lora_rank=64)
-MANY_ROWS_FUSED = FusedLimits(runs=12, ranks=192, lora_rank=32)
+FEW_ROWS_FUSED = FusedLimits(runs=16, sum_of_lora_ranks=256, lora_rank=64)
+MANY_ROWS_FUSED = FusedLimits(runs=12, sum_of_lora_ranks=192, lora_rank=32)
 """With more than FEW_LINEAR_ROWS rows. Low-rank rows of larger lora_ranks do not fit the place of weights."""
 
 MAX_FUSED_RANK = FEW_ROWS_FUSED.lora_rank

@@ -179,7 +179,9 @@ def lora_linear(
 
     On GPUs of compute capability 9.0, for steps and layers that :func:`~punica_core.ops.linear.linear_tile` takes, if
     rows and bias start on 16 bytes. Else cuBLAS between shrink and expand, which rounds the base product, too. Best
-    where rows have few adapters; with many, expand of a launch of its own has more of the GPU to work on.
+    where rows have few adapters; with many, expand of a launch of its own has more of the GPU to work on. Blocks of
+    the kernel wait for each other, so no other kernel may keep them from running for seconds: not two of these on two
+    streams, with whatever plans.
 
     Args:
         y: ``[T, sum(out_features)]`` (mutated), rows contiguous, dtype of the arena.

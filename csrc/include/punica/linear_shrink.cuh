@@ -119,8 +119,8 @@ __device__ inline void await_hidden(ShrinkParams const& params) {
   __syncwarp();
 }
 
-// By the same warps, when nothing waits for them any more. Stops the kernel unless each unit has been counted once and none was given up: two kernels may use
-// the plan at the same time.
+// By the same warps, when nothing waits for them any more. Traps unless each unit has been counted once and none was given up, as when two kernels
+// use the plan at the same time.
 __device__ inline void leave_hidden(ShrinkParams const& params) {
   if (threadIdx.x % 32 != 0) return;
   LinearCounters const counters(params.scratch);
