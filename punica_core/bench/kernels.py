@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from punica_core.bench import record
 from punica_core.bench.competitors import Competitors
 from punica_core.bench.lora_cases import (
     FLOOR_BYTES_PER_US,
@@ -26,6 +27,7 @@ from punica_core.bench.lora_cases import (
     Step,
     adapter_bytes,
     floor_us,
+    moved_bytes,
     time_graph_us,
 )
 from punica_core.bench.model_case import ModelCase, capture, replay_ms
@@ -70,6 +72,7 @@ def measure_points(peers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"in": fin, "out": fout, "rank": rank, "popularity": popularity, "batch": batch}
                 row |= {"us": _time(GroupCase(group, step, torch.bfloat16)), "floor": floor}
                 row["target"] = round(1.4 * floor + 4, 2)
+                row |= _bandwidth(group, step, row["us"])
                 if peer:
                     row["best_peer"] = min(us for name, us in peer["us"].items() if name != "base")
                 rows.append(row)
@@ -88,14 +91,18 @@ def measure_groups(*, competitors: bool = True) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"group": group.name, "ranks": list(ranks), "popularity": popularity}
                 row |= {"batch": batch, "us": _time(case), "floor": round(floor, 2)}
                 row["target"] = round(1.2 * floor + 5, 2)
-                moved = adapter_bytes(group, step.ranks) + 2 * batch * (group.in_features + 2 * sum(group.out_features))
-                row["bytes"] = moved
-                row["bandwidth_share"] = round(moved / row["us"] / FLOOR_BYTES_PER_US, 3)
+                row |= _bandwidth(group, step, row["us"])
                 if competitors and batch in _COMPETITOR_BATCHES and ranks == (16,):
                     row |= _measure_competitors(case)
                 rows.append(row)
                 _line(row)
     return rows
+
+
+def _bandwidth(group: Group, step: Step, us: float) -> dict[str, float]:
+    """Bytes that a call moves, and the share of the memory bandwidth that this is in ``us`` microseconds."""
+    moved = moved_bytes(group, step)
+    return {"bytes": moved, "bandwidth_share": round(moved / us / FLOOR_BYTES_PER_US, 3)}
 
 
 def _measure_competitors(case: GroupCase) -> dict[str, float]:
@@ -188,13 +195,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", type=Path, help="JSON lines of other systems' times")
     parser.add_argument("--library", type=Path, help="compiled kernels; default: prebuilt or built on the spot")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="directory of kernels.json and .png")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
     if not torch.cuda.is_available():
         print("the kernel benchmark needs an NVIDIA GPU; torch sees none", file=sys.stderr)
         return 1
     cuda.load(args.library)
     sections = args.section or SECTIONS
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict[str, Any] = {"provenance": record.provenance(("bench", "kernels", *words))}
+    result |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if "points" in sections:
         peers = [json.loads(line) for line in args.peers.read_text().splitlines()] if args.peers else []
         result["points"] = measure_points(peers)
@@ -206,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["model"] = measure_model()
     if "prefill" in sections:
         result["prefill"] = measure_prefill()
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.output / "kernels.json", result)
     if "points" in sections:
         plot_roofline(result["points"], args.output / "kernels.png")
     for summary in ("summary", "groups_summary"):

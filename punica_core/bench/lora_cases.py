@@ -67,10 +67,15 @@ def adapter_bytes(group: Group, ranks: Sequence[int]) -> int:
     )
 
 
-def floor_us(group: Group, step: Step) -> float:
-    """Time to move the active adapters once, x once, and y twice (read and written)."""
+def moved_bytes(group: Group, step: Step) -> int:
+    """Bytes of the active adapters once, x once, and y twice (read and written), 16-bit."""
     activations = 2 * step.num_rows * (group.in_features + 2 * sum(group.out_features))
-    return (adapter_bytes(group, step.ranks) + activations) / FLOOR_BYTES_PER_US
+    return adapter_bytes(group, step.ranks) + activations
+
+
+def floor_us(group: Group, step: Step) -> float:
+    """Time to move the :func:`moved_bytes` of a call."""
+    return moved_bytes(group, step) / FLOOR_BYTES_PER_US
 
 
 class Adapters:

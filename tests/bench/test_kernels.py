@@ -33,8 +33,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return cases
 
 
-def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
-    assert kernels.main(["--section", "groups", "--output", str(tmp_path), *arguments]) == 0
+def run(tmp_path: Path, *arguments: str, section: str = "groups") -> dict[str, object]:
+    assert kernels.main(["--section", section, "--output", str(tmp_path), *arguments]) == 0
     return json.loads((tmp_path / "kernels.json").read_text())
 
 
@@ -48,6 +48,25 @@ def test_only_ours_leaves_out_the_competitors_and_nothing_else(timed, tmp_path) 
         assert "loop" not in row
         assert row == {key: value for key, value in other.items() if key not in ("base", "loop", "gather_bmm")}
     assert sum("loop" in row for row in every["groups"]) == 36
+
+
+@pytest.mark.parametrize("section", ["points", "groups"])
+def test_rows_have_bytes_and_share_of_bandwidth(timed, tmp_path, section) -> None:
+    rows = run(tmp_path, "--only-ours", section=section)[section]
+    assert len(rows) == {"points": 162, "groups": 648}[section]
+    for row in rows:
+        assert row["bytes"] / 4.18e6 == pytest.approx(row["floor"], abs=0.01)
+        assert row["bandwidth_share"] == pytest.approx(row["bytes"] / 6.0 / 4.18e6, abs=0.001)
+    one = next(row for row in rows if row["batch"] == 1 and row.get("group", "qkv") == "qkv")
+    outs, lora_rank = ((4096,), 16) if section == "points" else ((4096, 1024, 1024), 8)
+    matrices = lora_rank * (4096 * len(outs) + sum(outs))
+    assert one["bytes"] == 2 * (matrices + 4096 + 2 * sum(outs))
+
+
+def test_the_report_says_how_it_was_made(timed, tmp_path) -> None:
+    provenance = run(tmp_path, "--only-ours")["provenance"]
+    assert provenance["command"] == f"punica bench kernels --section groups --output {tmp_path.name} --only-ours"
+    assert provenance.keys() >= {"date", "commit", "source", "versions"}
 
 
 def test_groups_are_summed_up(timed, tmp_path) -> None:
