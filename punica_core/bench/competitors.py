@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from punica_core.bench.lora_cases import COLD_BYTES, GroupCase
 from punica_core.ops.layout import row_pitch
@@ -27,7 +30,7 @@ class Competitors:
         )
         self._sets = [self._matrices(table.cpu()) for table in case.adapters.tables[:_MAX_SETS]]
         shape = (sum(group.out_features), group.in_features)
-        copies = max(1, COLD_BYTES // (2 * shape[0] * shape[1]))
+        copies = max(1, min(_MAX_SETS, COLD_BYTES // (2 * shape[0] * shape[1])))
         self._base = [torch.randn(shape, device=case.x.device).to(case.x.dtype) for _ in range(copies)]
 
     def _matrices(self, table: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
@@ -58,21 +61,26 @@ class Competitors:
                 column += width
 
     def gather_bmm(self, index: int) -> None:
-        """Gather each row's A and B, then two batched products. One slice and one lora_rank only.
-
-        Raises:
-            ValueError: several slices or ranks.
-        """
+        """Gather each row's A and B, then two batched products, slice by slice."""
         case = self._case
-        if len(case.group.out_features) != 1 or len(set(case.step.ranks)) != 1:
-            raise ValueError("gather + bmm needs one slice and one lora_rank")
-        arena = case.adapters.arena
-        rank, width, inner = case.step.ranks[0], case.group.out_features[0], case.group.in_features
-        per_slot = row_pitch(rank * inner) + width * row_pitch(rank)
-        start = (index % case.num_sets) * case.adapters.elements
-        count = len(case.step.ranks)
-        a = arena.as_strided((count, rank, inner), (per_slot, inner, 1), start)
-        b_start = start + row_pitch(rank * inner)
-        b = arena.as_strided((count, width, rank), (per_slot, row_pitch(rank), 1), b_start)
-        hidden = torch.bmm(a[self._row_slot], case.x[:, :, None])
-        case.y += 0.01 * torch.bmm(b[self._row_slot], hidden)[:, :, 0]
+        column = 0
+        for (a, b), width in zip(self._stacks[index % len(self._stacks)], case.group.out_features, strict=True):
+            hidden = torch.bmm(a[self._row_slot], case.x[:, :, None])
+            case.y[:, column : column + width] += 0.01 * torch.bmm(b[self._row_slot], hidden)[:, :, 0]
+            column += width
+
+    @cached_property
+    def _stacks(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """All A [N, R, I] and all B [N, O, R] of each set and slice; lower lora_ranks are padded to R, the largest.
+
+        Made at the first call, which is never one that a graph captures.
+        """
+        return [[_stacked(pairs) for pairs in zip(*slots, strict=True)] for slots in self._sets]
+
+
+def _stacked(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A [N, R, I] and B [N, O, R] of N adapters' A [r, I] and B [O, r], R being the largest r."""
+    rank = max(len(a) for a, _ in pairs)
+    a = torch.stack([pad(a, (0, 0, 0, rank - len(a))) for a, _ in pairs])
+    b = torch.stack([pad(b, (0, rank - b.shape[1])) for _, b in pairs])
+    return a, b

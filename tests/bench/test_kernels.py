@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from punica_core.bench import kernels
 
@@ -42,12 +44,32 @@ def test_only_ours_leaves_out_the_competitors_and_nothing_else(timed, tmp_path) 
     ours = run(tmp_path, "--only-ours")
     assert timed == []
     every = run(tmp_path)
-    assert len(timed) == 36
+    assert len(timed) == 216
     assert len(ours["groups"]) == len(every["groups"]) == 648
     for row, other in zip(ours["groups"], every["groups"], strict=True):
         assert "loop" not in row
         assert row == {key: value for key, value in other.items() if key not in ("base", "loop", "gather_bmm")}
-    assert sum("loop" in row for row in every["groups"]) == 36
+    others = [row for row in every["groups"] if "loop" in row]
+    assert len(others) == 216
+    assert {row["batch"] for row in others} == {1, 8, 64}
+    assert {tuple(row["ranks"]) for row in others} == {(8,), (16,), (32,), (64,), (128,), (8, 16, 32, 64, 128)}
+    assert all({"base", "gather_bmm"} <= row.keys() for row in others)
+
+
+def test_a_competitor_that_does_not_fit_is_left_out(timed, tmp_path, monkeypatch) -> None:
+    def out_of_memory(index: int) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def time(call: Callable[[int], None], calls: int) -> float:
+        if call is out_of_memory:
+            call(0)
+        return 6.0
+
+    monkeypatch.setattr(kernels, "time_graph_us", time)
+    monkeypatch.setattr(kernels.Competitors, "gather_bmm", staticmethod(out_of_memory))
+    rows = run(tmp_path)["groups"]
+    assert sum("loop" in row and "base" in row for row in rows) == 216
+    assert not any("gather_bmm" in row for row in rows)
 
 
 @pytest.mark.parametrize("section", ["points", "groups"])
