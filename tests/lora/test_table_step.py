@@ -333,18 +333,23 @@ def test_it_can_be_turned_off(mlp: Mlp, x: Tensor) -> None:
 CALL = re.compile(r"^        (?:torch\.ops\.)?(punica\.\w+|extern_kernels\.\w+|cpp_fused\w*)[.(]", re.MULTILINE)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
+def compiled_code(mlp: Mlp, x: Tensor) -> tuple[str, list[str]]:
+    """What torch compiles, once it gives what eager code does: its body, and the ops and products that it calls."""
     torch._dynamo.reset()
-    mlp = Mlp(bias=False)
-    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.AHEAD
     with torch.inference_mode():
         want = mlp(x)
         got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     body = code[0][code[0].index("def call(") : code[0].index("runner = ")]
-    calls = [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
+    return body, [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
+    mlp = Mlp(bias=False)
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.AHEAD
+    body, calls = compiled_code(mlp, x)
     assert calls == ["punica.lora_shrink", "punica.lora_expand", "punica.add_product"] * 2
     between = [part.split("punica.add_product")[0] for part in body.split("punica.lora_shrink.default")[1:]]
     assert len(between) == 2
@@ -355,14 +360,8 @@ def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 def test_compiled_code_of_a_fused_layer_copies_nothing(mlp: Mlp, x: Tensor) -> None:
-    torch._dynamo.reset()
     mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
-    with torch.inference_mode():
-        want = mlp(x)
-        got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    body = code[0][code[0].index("def call(") : code[0].index("runner = ")]
-    calls = [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
+    body, calls = compiled_code(mlp, x)
     assert calls == ["punica.lora_linear"] * 2
     assert "clone" not in body
 
@@ -386,15 +385,9 @@ def test_each_order_is_compiled_once(x: Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 def test_compiled_code_keeps_the_order_and_copies_nothing(mlp: Mlp, x: Tensor) -> None:
-    torch._dynamo.reset()
     mlp.context.table_step = mlp.lora
-    with torch.inference_mode():
-        want = mlp(x)
-        got, code = run_and_get_code(torch.compile(mlp, fullgraph=True, dynamic=True), x)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    body = code[0][code[0].index("def call(") : code[0].index("runner = ")]
+    body, calls = compiled_code(mlp, x)
     product = "extern_kernels.addmm" if mlp.down.bias is not None else "extern_kernels.mm"
-    calls = [name for name in CALL.findall(body) if not name.startswith("cpp_fused")]
     assert calls == ["punica.lora_shrink", product, "punica.lora_expand"] * 2
     between = [part.split("punica.lora_expand")[0] for part in body.split("punica.lora_shrink.default")[1:]]
     assert len(between) == 2
