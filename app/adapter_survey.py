@@ -1,4 +1,8 @@
-"""What the headers of adapters tell before anybody asks for one: which of them will be refused."""
+"""What the headers of adapters tell before anybody asks for one: which of them will be refused.
+
+Headers are read while the worker starts. Whether they fit the base model is looked at when the worker is ready, since
+it is the worker who knows the base's shapes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from punica_core.adapters.overview import look_at
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.adapters.report import AdapterReport, inspect_ref
+from punica_core.adapters.report import AdapterParts, check_base_fits
+from punica_core.adapters.shapes import ModelShapes
 from punica_core.errors import AdapterError, ModelNotFound
 
 log = logging.getLogger(__name__)
@@ -22,7 +28,7 @@ MAX_LOGGED = 20
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """refused: names. complete: all adapters were looked at. What is not refused may still not fit the base model."""
+    """refused: names. complete: all adapters were looked at. The numbers of what is not refused were not read."""
 
     refused: frozenset[str] = frozenset()
     complete: bool = True
@@ -34,51 +40,80 @@ class SurveyThread:
 
     def __init__(self, registry: AdapterRegistry, max_lora_rank: int) -> None:
         self._arguments = registry, max_lora_rank
+        self._base_known = threading.Event()
+        self._base: ModelShapes | None = None
         self._ended = threading.Event()
         self._survey = Survey(complete=False)
         threading.Thread(target=self._run, name="adapter-survey", daemon=True).start()
 
     def _run(self) -> None:
-        self._survey = survey_adapters(*self._arguments)
+        self._survey = survey_adapters(*self._arguments, self._wait_for_base)
         self._ended.set()
 
-    def result(self, seconds: float = SURVEY_SECONDS) -> Survey:
-        """What was found; waits so long at most."""
+    def _wait_for_base(self) -> ModelShapes | None:
+        self._base_known.wait()
+        return self._base
+
+    def result(self, base: ModelShapes | None, seconds: float = SURVEY_SECONDS) -> Survey:
+        """What was found; waits so long at most. base: what adapters must fit, None if the engine does not tell."""
+        self._base = base
+        self._base_known.set()
         self._ended.wait(seconds)
         return self._survey
 
 
-def report_of(registry: AdapterRegistry, name: str, max_lora_rank: int) -> AdapterReport:
-    """What the headers say of an adapter. Raises ModelNotFound if it has gone."""
-    try:
-        ref = registry.resolve(name)
-    except AdapterError as error:
-        return AdapterReport(name, str(registry.folder_of(name))).refused(error)
-    return inspect_ref(ref, None, max_lora_rank)[0]
+class _Refusals:
+    """Names of refused adapters. The reasons of the first are logged, the others counted."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add(self, name: str, reason: str) -> None:
+        self.names.add(name)
+        if len(self.names) <= MAX_LOGGED:
+            log.warning("Adapter %r is refused: %s", name, reason)
+
+    def end(self) -> frozenset[str]:
+        if len(self.names) > MAX_LOGGED:
+            log.warning("%d more adapters are refused; `punica adapters list` says why.", len(self.names) - MAX_LOGGED)
+        return frozenset(self.names)
 
 
 def survey_adapters(
     registry: AdapterRegistry,
     max_lora_rank: int,
+    wait_for_base: Callable[[], ModelShapes | None] = lambda: None,
     seconds: float = SURVEY_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Survey:
-    """Look at the adapters' headers, for so long at most, and log why some will be refused."""
-    until = clock() + seconds
-    refused: list[str] = []
+    """Look at the adapters' headers, then at whether they fit the base, each for so long at most, and log why some will
+    be refused. wait_for_base: gives the base's shapes when they are known, None if they never will be."""
+    refusals = _Refusals()
+    sound: list[tuple[str, AdapterParts]] = []
     complete = True
+    until = clock() + seconds
     for name in registry.names():
         if clock() >= until:
             complete = False
             break
         try:
-            report = report_of(registry, name, max_lora_rank)
+            report, parts = look_at(registry, name, None, max_lora_rank)
         except (ModelNotFound, TimeoutError):  # gone, or somebody else waits for its files already
             continue
-        if not report.is_served:
-            refused.append(name)
-            if len(refused) <= MAX_LOGGED:
-                log.warning("Adapter %r is refused: %s", name, report.reason)
-    if len(refused) > MAX_LOGGED:
-        log.warning("%d more adapters are refused; `punica adapters list` says why.", len(refused) - MAX_LOGGED)
-    return Survey(frozenset(refused), complete)
+        if parts is None:
+            refusals.add(name, report.reason)
+        else:
+            sound.append((name, parts))
+    base = wait_for_base()
+    until = clock() + seconds
+    for name, parts in sound:
+        if base is None:
+            break
+        if clock() >= until:
+            complete = False
+            break
+        try:
+            check_base_fits(parts, base, max_lora_rank)
+        except AdapterError as error:
+            refusals.add(name, error.message)
+    return Survey(refusals.end(), complete)

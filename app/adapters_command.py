@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.adapter_survey import report_of
+from punica_core.adapters.overview import look_at
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.report_text import table
 from punica_core.errors import ConfigError
@@ -58,7 +58,7 @@ def _list(options: argparse.Namespace) -> int:
     if not Path(options.folder).is_dir():
         raise ConfigError(f"{options.folder} is not a folder.")
     registry = AdapterRegistry(Path(options.folder), ())
-    reports = [report_of(registry, name, _NO_LIMIT) for name in registry.names()]
+    reports = [look_at(registry, name, None, _NO_LIMIT)[0] for name in registry.names()]
     if options.json:
         print(json.dumps([report.to_json() for report in reports], indent=2))
     elif reports:

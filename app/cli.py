@@ -160,7 +160,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
         watch = StartWatch(chosen.start_timeout, "looking at the files and folders that the settings name")
         service = await watch.wait_for(on_daemon_thread(lambda: Service(chosen, connect, spinner.on_progress)))
         service.begin_start()
-        surveying = SurveyThread(service.registry, chosen.max_lora_rank)  # it ends before most workers are ready
+        surveying = SurveyThread(service.registry, chosen.max_lora_rank)  # it reads headers while the worker starts
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
@@ -184,7 +184,8 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            needs_key, survey = not service.keys.is_open, await asyncio.to_thread(surveying.result)
+            survey = await asyncio.to_thread(surveying.result, service.layout.shapes)
+            needs_key = not service.keys.is_open
             ready = ready_text(await service.all_names(), host, port, needs_key=needs_key, survey=survey)
             server = Server(config, service, ready)
             if chosen.api_keys_file:

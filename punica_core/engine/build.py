@@ -133,6 +133,7 @@ def layout_of(loaded: LoadedModel, num_blocks: int, host_bytes: int, gpu_bytes: 
         adapter_gpu_bytes=gpu_bytes,
         torch_version=str(torch.__version__),
         transformers_version=str(transformers.__version__),
+        shapes=loaded.module_shapes,
     )
 
 

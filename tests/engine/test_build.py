@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from punica_core import protocol
 from punica_core.config import EngineConfig
 from punica_core.engine import build
 from punica_core.engine.build import build_engine, refuse_unused, resolve_device
 from punica_core.engine.runner import LORA_LAYOUT_BYTES, lora_layout_bytes
 from punica_core.errors import ConfigError
+from punica_core.model.shapes import model_shapes
 from tests.support.peft_adapters import tiny_llama
 
 
@@ -58,6 +60,21 @@ def test_what_is_set_aside_for_adapters_as_they_are_computed_is_no_room_for_kv(
     config = EngineConfig(model=str(tmp_path), device="cpu", lora=lora, adapter_host_bytes=100 * block_bytes)
     _engine, layout = build_engine(config, lambda what, fraction: None, lambda: None)
     assert layout.num_blocks == num_blocks
+
+
+def test_the_front_end_is_told_what_adapters_must_fit(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    _engine, layout = build_engine(
+        EngineConfig(model=str(tmp_path), device="cpu", kv_tokens=512), lambda what, fraction: None, lambda: None
+    )
+    event = protocol.decode_event(protocol.encode(protocol.Ready(layout))[4:])
+    assert isinstance(event, protocol.Ready)
+    told, built = event.layout.shapes, model_shapes(model)
+    assert told is not None
+    assert {name: getattr(told, name) for name in told.__dataclass_fields__} == {
+        name: getattr(built, name) for name in built.__dataclass_fields__
+    }
 
 
 def test_little_memory_for_adapters_needs_little_beside_it() -> None:
