@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import resource
 import sys
@@ -221,7 +222,12 @@ def open_session(choice: EngineChoice) -> Iterator[Session]:
         config.validate()
         engine, layout = build_engine(config, _shown(began), wake.set, open_adapter=adapters.open)
         _say(began, f"ready: {layout.num_blocks * layout.block_size} KV tokens on {layout.device}")
-        yield Session(engine, layout, wake, adapters)
+        gc.collect()
+        gc.freeze()  # as a worker: no collection between two steps looks through the model
+        try:
+            yield Session(engine, layout, wake, adapters)
+        finally:
+            gc.unfreeze()
 
 
 def engine_config(choice: EngineChoice, folder: Path, adapters: SyntheticAdapters) -> EngineConfig:

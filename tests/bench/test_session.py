@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from punica_core.bench.session import EngineChoice, Session
@@ -77,3 +79,10 @@ def test_cancelled_requests_are_gone(session: Session) -> None:
 def test_the_device_decides_where_kv_is_sized() -> None:
     assert not EngineChoice(model="tiny", device="cpu").is_on_gpu
     assert EngineChoice(model="tiny", device="cuda").is_on_gpu
+
+
+def test_collections_do_not_look_through_the_engine(session: Session) -> None:
+    made_since = [session]
+    looked_at = {id(found) for found in gc.get_objects()}
+    assert id(made_since) in looked_at
+    assert id(type(session._engine)) not in looked_at
