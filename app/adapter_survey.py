@@ -75,7 +75,9 @@ class _Refusals:
 
     def end(self) -> frozenset[str]:
         if len(self.names) > MAX_LOGGED:
-            log.warning("%d more adapters are refused; `punica adapters list` says why.", len(self.names) - MAX_LOGGED)
+            log.warning(
+                "%d more adapters are refused; `punica adapters list --model` says why.", len(self.names) - MAX_LOGGED
+            )
         return frozenset(self.names)
 
 

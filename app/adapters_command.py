@@ -6,13 +6,11 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from punica_core.adapters.overview import look_at
-from punica_core.adapters.registry import AdapterRegistry
-from punica_core.adapters.report_text import table
-from punica_core.errors import ConfigError
+from punica_core.adapters.overview import reports_on
+from punica_core.adapters.report_text import list_text
 
 TORCH_ACTIONS = {
     "validate": "account for every tensor, read every number, and say what is refused",
@@ -24,10 +22,6 @@ TORCH_ACTIONS = {
 
 _PROGRAM = (sys.executable, "-m", "punica_core.adapter_tools")
 _NO_LIMIT = 2**31
-_NOT_LOOKED_AT = (
-    '"served" goes by what the headers say. Whether an adapter fits a base model, and whether its numbers are sound, '
-    "is told by: punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
-)
 
 
 def add_to(commands: Any) -> None:
@@ -36,8 +30,10 @@ def add_to(commands: Any) -> None:
     actions = adapters.add_subparsers(required=True, metavar="action")
     listed = actions.add_parser("list", help="the adapters of a folder, and what their headers say")
     listed.add_argument("folder", metavar="FOLDER", help="what --adapters names")
+    listed.add_argument("--model", metavar="FOLDER", help="base model: its config.json says whether an adapter fits")
+    listed.add_argument("--max-lora-rank", metavar="RANK", help="the server's, with --model (default: 256)")
     listed.add_argument("--json", action="store_true", help="print JSON")
-    listed.set_defaults(run=_list)
+    listed.set_defaults(run=_list, parser=listed)
     for name, text in TORCH_ACTIONS.items():
         # its own program knows its flags, --help too
         action = actions.add_parser(name, help=text, add_help=False, prefix_chars="\0")
@@ -46,25 +42,25 @@ def add_to(commands: Any) -> None:
 
 
 def _run_program(options: argparse.Namespace) -> int:
-    code = subprocess.call([*_PROGRAM, options.action, *options.arguments])
+    return _call(options.action, options.arguments)
+
+
+def _call(action: str, arguments: Sequence[str]) -> int:
+    code = subprocess.call([*_PROGRAM, action, *arguments])
     if code < 0:
-        print(f"error: the process that was to {options.action} was ended by signal {-code}.", file=sys.stderr)
+        print(f"error: the process that was to {action} was ended by signal {-code}.", file=sys.stderr)
         return 1
     return code
 
 
 def _list(options: argparse.Namespace) -> int:
     """0 also if some are refused: that is what it is to tell."""
-    if not Path(options.folder).is_dir():
-        raise ConfigError(f"{options.folder} is not a folder.")
-    registry = AdapterRegistry(Path(options.folder), ())
-    reports = [look_at(registry, name, None, _NO_LIMIT)[0] for name in registry.names()]
+    if options.model is not None:  # the base's shapes are known to torch only
+        rank = [] if options.max_lora_rank is None else [f"--max-lora-rank={options.max_lora_rank}"]
+        return _call("list", [f"--model={options.model}", *rank, *["--json"] * options.json, "--", options.folder])
+    reports = reports_on(options.folder, None, _NO_LIMIT)
     if options.json:
         print(json.dumps([report.to_json() for report in reports], indent=2))
-    elif reports:
-        print(table(reports))
-        if any(report.is_served for report in reports):
-            print(f"\n{_NOT_LOOKED_AT}")
     else:
-        print(f"{options.folder} has no adapters.")
+        print(list_text(options.folder, reports, ""))
     return 0

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None, connect: Connect = WorkerClient
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{settings.did_you_mean(name, settings.flag)}")
+        hint = "" if options.parser else settings.did_you_mean(name, settings.flag)  # the settings are flags of serve
+        (options.parser or parser).error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
     try:
         return int(options.run(options))
     except PunicaError as error:
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None, connect: Connect = WorkerClient
 def _parser(connect: Connect) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="punica", description="Serve many LoRA adapters of one base model.")
     parser.add_argument("--version", action="version", version=f"punica {version()}")
+    parser.set_defaults(parser=None)
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_serve(commands, connect)
     _add_bench(commands)

@@ -16,9 +16,9 @@ def add_to(commands: Any) -> None:
     actions = keys.add_subparsers(required=True, metavar="action")
     new = actions.add_parser("new", help="make a key, and print its entry for the file of keys")
     new.add_argument("name", help="name of who will use it: letters, digits, '.', '_' and '-'")
-    new.set_defaults(run=_new)
+    new.set_defaults(run=_new, parser=new)
     hashed = actions.add_parser("hash", help="print the hash of a key that is typed, or piped in")
-    hashed.set_defaults(run=_hash)
+    hashed.set_defaults(run=_hash, parser=hashed)
 
 
 def _new(options: argparse.Namespace) -> int:

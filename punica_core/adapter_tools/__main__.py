@@ -1,4 +1,4 @@
-"""`punica adapters validate | convert | pack | bench`: what needs torch, so a process of its own."""
+"""`punica adapters list --model | validate | convert | pack | bench`: what needs torch, so a process of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from punica_core.adapter_tools.numbers import examine
 from punica_core.adapter_tools.pack import pack
 from punica_core.adapter_tools.pickle_file import bound_memory
 from punica_core.adapters.files import PICKLE_NAMES, WEIGHTS_NAME
+from punica_core.adapters.overview import reports_on
 from punica_core.adapters.report import AdapterReport
-from punica_core.adapters.report_text import one_report
+from punica_core.adapters.report_text import list_text, one_report
 from punica_core.errors import AdapterError, PunicaError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,10 +49,13 @@ def _failed(options: argparse.Namespace, code: str, message: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="punica adapters", description="Look at, convert and pack adapters.")
     names = parser.add_subparsers(required=True, metavar="action")
+    every = names.add_parser("list", help="the adapters of a folder, and whether they fit a base model")
+    every.add_argument("folder", metavar="FOLDER", help="what --adapters names")
+    _add_model(every, "base model: its config.json says whether an adapter fits", required=True)
+    every.set_defaults(run=_list)
     check = names.add_parser("validate", help="account for every tensor, read every number, and say what is refused")
     check.add_argument("paths", nargs="+", metavar="PATH", help="a folder that PEFT saved, or a packed file")
     _add_model(check, "base model: its config.json says whether an adapter fits (its weights are not loaded)")
-    check.add_argument("--max-lora-rank", type=int, default=256, metavar="RANK", help="the server's (default: 256)")
     check.add_argument("--tensors", action="store_true", help="a line for every tensor, not one for like ones")
     check.set_defaults(run=_validate)
     change = names.add_parser("convert", help="pickle, other names and prefixes → a folder as PEFT saves it today")
@@ -65,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(one, "the base model that it is for", required=True)
     one.set_defaults(run=_pack)
     bench.add_to(names)
-    for sub in (check, change, one):
+    for sub in (every, check):
+        sub.add_argument("--max-lora-rank", type=int, default=256, metavar="RANK", help="the server's (default: 256)")
+    for sub in (every, check, change, one):
         sub.add_argument("--json", action="store_true", help="print JSON")
     for sub in (check, one):
         sub.add_argument(
@@ -79,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
     parser.add_argument("--model", metavar="FOLDER", required=required, help=text)
+
+
+def _list(options: argparse.Namespace) -> int:
+    """0 also if some are refused: that is what it is to tell."""
+    reports = reports_on(options.folder, read_base(options.model).shapes, options.max_lora_rank, options.model)
+    text = list_text(options.folder, reports, options.model)
+    _print(options, [report.to_json() for report in reports], [text])
+    return 0
 
 
 def _validate(options: argparse.Namespace) -> int:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.report import AdapterParts, AdapterReport, inspect_ref
-from punica_core.errors import AdapterError
+from punica_core.errors import AdapterError, ConfigError
+
+Shapes = Mapping[str, tuple[int, int]]
+
+
+def reports_on(folder: str, shapes: Shapes | None, max_lora_rank: int, against: str = "") -> list[AdapterReport]:
+    """On all adapters of a folder, by name. shapes: of the base model, whose folder is `against`, if there is one.
+
+    Raises ConfigError if it is not a folder.
+    """
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder} is not a folder.")
+    registry = AdapterRegistry(Path(folder), ())
+    reports = [look_at(registry, name, shapes, max_lora_rank)[0] for name in registry.names()]
+    return [replace(report, against=against) for report in reports]
 
 
 def look_at(
-    registry: AdapterRegistry, name: str, shapes: Mapping[str, tuple[int, int]] | None, max_lora_rank: int
+    registry: AdapterRegistry, name: str, shapes: Shapes | None, max_lora_rank: int
 ) -> tuple[AdapterReport, AdapterParts | None]:
     """The report on one adapter's headers, and what was parsed; None if it is refused. shapes: of the base model.
 

@@ -27,6 +27,9 @@ from punica_core.protocol import AdapterRef
 
 Shapes = Mapping[str, tuple[int, int]]
 
+NO_BASE = "not checked against a base"
+"""The verdict on what is not refused as far as its own files tell."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
@@ -75,6 +78,13 @@ class AdapterReport:
         return not self.code
 
     @property
+    def verdict(self) -> str:
+        """ "served" only if it fits a base; NO_BASE, or "refused"."""
+        if not self.is_served:
+            return "refused"
+        return "served" if self.against else NO_BASE
+
+    @property
     def targets(self) -> dict[str, int]:
         """How many modules of each name (`q_proj`) have LoRA."""
         return dict(sorted(Counter(path.rpartition(".")[2] for path in self.ranks).items()))
@@ -86,8 +96,12 @@ class AdapterReport:
         """Ready for `json.dumps`."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         tensors = [{key: getattr(line, key) for key in line.__dataclass_fields__} for line in self.tensors]
-        verdict = "served" if self.is_served else "refused"
-        return values | {"verdict": verdict, "tensors": tensors, "targets": self.targets, "ranks": dict(self.ranks)}
+        return values | {
+            "verdict": self.verdict,
+            "tensors": tensors,
+            "targets": self.targets,
+            "ranks": dict(self.ranks),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,21 @@ from collections.abc import Iterable, Sequence
 
 from punica_core.adapters.report import AdapterReport, TensorLine
 
+_ONLY_HEADERS = (
+    '"served" goes by what the headers say. Whether the numbers are sound is told by: '
+    "punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
+)
+_NO_MODEL = (
+    "Only the headers were looked at. Whether an adapter fits a base model is told with --model BASE_FOLDER; whether its "
+    "numbers are sound, too, by: punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
+)
+
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 def one_report(report: AdapterReport, *, every_tensor: bool = False) -> str:
     """Several lines: verdict, key, ranks, bytes, and the account of the tensors, like ones of all layers in a line."""
-    lines = [f"{report.path}: {'served' if report.is_served else 'refused'}{_how_far(report)}"]
+    lines = [f"{report.path}: {report.verdict}{_how_far(report)}"]
     if report.reason:
         lines.append(f"  reason   {report.code}: {report.reason}")
     if report.adapter_key is not None:
@@ -36,13 +45,22 @@ def table(reports: Sequence[AdapterReport]) -> str:
     for report in reports:
         ranks = sorted(set(report.ranks.values()))
         rank = "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        verdict = "served" if report.is_served else f"{report.code}: {report.reason}"
+        verdict = report.verdict if report.is_served else f"{report.code}: {report.reason}"
         targets = ", ".join([*report.targets, *(f"+ {extra}" for extra in report.extras)]) or "-"
         rows.append((report.name, rank, targets, size(report.file_bytes), verdict))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
     )
+
+
+def list_text(folder: str, reports: Sequence[AdapterReport], against: str) -> str:
+    """The table of a folder's adapters, and what was not looked at. against: the base, "" if they had none."""
+    if not reports:
+        return f"{folder} has no adapters."
+    if not any(report.is_served for report in reports):
+        return table(reports)
+    return f"{table(reports)}\n\n{_ONLY_HEADERS if against else _NO_MODEL}"
 
 
 def size(nbytes: int) -> str:
@@ -59,7 +77,7 @@ def _how_far(report: AdapterReport) -> str:
     if not report.is_served:
         return ""
     looked = "every number was read" if report.checked == "numbers" else "headers only"
-    return f" ({looked}{f', against {report.against}' if report.against else ', without a base model'})"
+    return f" ({looked}{f', against {report.against}' if report.against else ''})"
 
 
 def _by_rank(report: AdapterReport) -> str:

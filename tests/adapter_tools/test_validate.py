@@ -12,7 +12,7 @@ import torch
 from punica_core.adapter_tools.__main__ import main
 from punica_core.adapter_tools.base import BaseFolder, read_base
 from punica_core.adapter_tools.numbers import examine
-from punica_core.adapters.report import AdapterReport
+from punica_core.adapters.report import NO_BASE, AdapterReport
 from punica_core.adapters.report_text import one_report
 from punica_core.errors import ConfigError
 from punica_core.lora.arena_layout import lay_out
@@ -95,7 +95,8 @@ def test_the_tensors_of_fused_names_go_to_the_parts(tmp_path: Path, base: BaseFo
 def test_without_a_model_the_files_tell_what_they_can(tmp_path: Path, adapter: Path) -> None:
     plain = examine(str(adapter), None, torch.float32)
     assert plain.adapter_key == loaded(adapter).key
-    assert "without a base model" in one_report(plain)
+    assert plain.verdict == NO_BASE
+    assert f": {NO_BASE} (every number was read)" in one_report(plain)
     saved = save_peft_adapter(tmp_path / "saved", target_modules=["q_proj"], modules_to_save=["lm_head"])
     report = examine(str(saved), None, torch.float32)
     assert report.is_served
@@ -193,3 +194,24 @@ def test_the_command_prints_text_or_json_and_exits_1_if_one_is_refused(
     assert "rank 5 > max 4" in capsys.readouterr().out
     assert main(["validate", str(adapter), "--model", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err
+
+
+def test_the_list_with_a_base_says_which_adapters_fit(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "all"
+    save_peft_adapter(root / "tuned", r=3)
+    save_peft_adapter(root / "foreign", tiny_llama(hidden_size=128))
+    command = ["list", str(root), "--model", str(model_folder)]
+    assert main([*command, "--json"]) == 0
+    reports = {report["name"]: report for report in json.loads(capsys.readouterr().out)}
+    assert {name: report["verdict"] for name, report in reports.items()} == {"tuned": "served", "foreign": "refused"}
+    assert reports["foreign"]["code"] == "adapter_mismatch"
+    assert main(command) == 0
+    table, _, note = capsys.readouterr().out.partition("\n\n")
+    assert table.splitlines()[-1].endswith("served")
+    assert "punica adapters validate" in note
+    assert main([*command, "--max-lora-rank", "2"]) == 0
+    assert "rank 3 > max 2" in capsys.readouterr().out
+    assert main(["list", str(tmp_path / "none"), "--model", str(model_folder)]) == 1
+    assert "is not a folder" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import adapters_command, cli
+from punica_core.adapters.report import NO_BASE
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 
@@ -40,11 +41,12 @@ def test_the_list_has_names_ranks_targets_bytes_and_verdicts(
     assert "validate" not in capsys.readouterr().out, "what is refused on its headers needs no further look"
     assert cli.main(["adapters", "list", str(EXAMPLES)]) == 0
     table, _, note = capsys.readouterr().out.partition("\n\n")
+    assert "with --model" in note
     assert "punica adapters validate --model" in note
     lines = table.splitlines()
     assert len(lines) == 5
     sentiment = next(line for line in lines if line.startswith("sentiment"))
-    assert sentiment.split() == ["sentiment", "16", "q_proj,", "v_proj", "1.239", "MB", "served"]
+    assert sentiment.split() == ["sentiment", "16", "q_proj,", "v_proj", "1.239", "MB", *NO_BASE.split()]
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +61,17 @@ def test_the_list_needs_no_torch() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+def test_a_list_with_a_base_is_made_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or 0)
+    assert cli.main(["adapters", "list", "--model", "base", "folder"]) == 0
+    assert cli.main(["adapters", "list", "folder", "--json", "--max-lora-rank", "8", "--model", "base"]) == 0
+    assert [call[3:] for call in calls] == [
+        ["list", "--model=base", "--", "folder"],
+        ["list", "--model=base", "--max-lora-rank=8", "--json", "--", "folder"],
+    ]
 
 
 @pytest.mark.parametrize("action", adapters_command.TORCH_ACTIONS)
@@ -84,5 +97,5 @@ def test_validate_runs_from_the_command_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)
-    assert report["verdict"] == "served"
+    assert report["verdict"] == NO_BASE
     assert len(report["adapter_key"]) == 64

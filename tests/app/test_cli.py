@@ -74,6 +74,15 @@ def test_a_flag_like_no_other_gets_no_suggestion(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.endswith("unrecognized arguments: --zzzzzz.\n")
 
 
+def test_what_is_wrong_with_another_command_is_told_with_its_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["adapters", "list", "folder", "--adapters", "x"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("usage: punica adapters list ")
+    assert told.endswith("unrecognized arguments: --adapters x.\n"), "a flag of serve is no help here"
+
+
 def test_a_wrong_value_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--port", "eighty"]) == 1
     assert capsys.readouterr().err == "error: --port is 'eighty'; a whole number is expected.\n"
