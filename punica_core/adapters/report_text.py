@@ -12,8 +12,8 @@ _ONLY_HEADERS = (
     "punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
 )
 _NO_MODEL = (
-    "Only the headers were looked at. Whether an adapter fits a base model is told with --model BASE_FOLDER; whether its "
-    "numbers are sound, too, by: punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
+    "Only the headers were looked at. Whether an adapter fits a base model is told with --model BASE_FOLDER; whether "
+    "its numbers are sound, too, by: punica adapters validate --model BASE_FOLDER ADAPTER_FOLDER"
 )
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
