@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.overview import look_at
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.report import AdapterParts, check_base_fits
@@ -81,6 +82,11 @@ class _Refusals:
         return frozenset(self.names)
 
 
+def _samples(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:MAX_LOGGED]))
+    return shown if len(names) <= MAX_LOGGED else f"{shown} and {len(names) - MAX_LOGGED} more"
+
+
 def survey_adapters(
     registry: AdapterRegistry,
     max_lora_rank: int,
@@ -106,6 +112,9 @@ def survey_adapters(
             refusals.add(name, report.reason)
         else:
             sound.append((name, parts))
+    no_config = registry.names_without_config()
+    if no_config:
+        log.warning("Without %s, and so no adapters: %s.", CONFIG_NAME, _samples(no_config))
     base = wait_for_base()
     until = clock() + seconds
     for name, parts in sound:

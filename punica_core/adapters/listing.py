@@ -74,6 +74,15 @@ class DirectoryListing:
         return None if self._listing is None else self._listing.names
 
     @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Folders without a config that hold nothing which could be an adapter's folder, as of the last look. Names."""
+        if self._listing is None:
+            return ()
+        names = [self._name(path) for path in self._listing.unfinished]
+        parents = {name.rpartition("/")[0] for name in (*names, *self._listing.names)}
+        return tuple(sorted(name for name in names if name not in parents))
+
+    @property
     def is_busy(self) -> bool:
         """A thread looks at the directory now."""
         return self._num_busy > 0

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.report import AdapterParts, AdapterReport, inspect_ref
-from punica_core.errors import AdapterError, ConfigError
+from punica_core.errors import AdapterError, ConfigError, ModelNotFound
 
 Shapes = Mapping[str, tuple[int, int]]
 
 
 def reports_on(folder: str, shapes: Shapes | None, max_lora_rank: int, against: str = "") -> list[AdapterReport]:
-    """On all adapters of a folder, by name. shapes: of the base model, whose folder is `against`, if there is one.
+    """On all adapters of a folder, and on what seems to be meant for one, by name.
+
+    shapes: of the base model, whose folder is `against`, if there is one.
 
     Raises ConfigError if it is not a folder.
     """
@@ -23,7 +26,13 @@ def reports_on(folder: str, shapes: Shapes | None, max_lora_rank: int, against: 
         raise ConfigError(f"{folder} is not a folder.")
     registry = AdapterRegistry(Path(folder), ())
     reports = [look_at(registry, name, shapes, max_lora_rank)[0] for name in registry.names()]
-    return [replace(report, against=against) for report in reports]
+    reports += [
+        AdapterReport(name, os.path.join(folder, name)).refused(
+            ModelNotFound(f"the folder has no {CONFIG_NAME}: no adapter for the server, and not listed by it")
+        )
+        for name in registry.names_without_config()
+    ]
+    return [replace(report, against=against) for report in sorted(reports, key=lambda report: report.name)]
 
 
 def look_at(

@@ -71,6 +71,10 @@ class AdapterRegistry:
             self._bring_back()
         return self._names(listed)
 
+    def names_without_config(self) -> list[str]:
+        """Folders that would be adapters if they had a config, as of the last listing; sorted."""
+        return [name for name in self._listing.unfinished if name not in self._added]
+
     @property
     def is_listing_due(self) -> bool:
         """Whether `names` would look at the directory now."""
@@ -99,8 +103,9 @@ class AdapterRegistry:
         place = self._place(name) if added is None else added
         with self._looks.at(place):
             ref = self._listed_ref(name) if added is None else self._ref(name, added, self._roots.stat)
+            is_folder = ref is None and added is None and self._is_folder(name)
         if ref is None:
-            raise self._not_found(name, visible)
+            raise self._not_found(name, visible, why=f": its folder has no {CONFIG_NAME}" if is_folder else "")
         return ref
 
     def exists(self, name: str) -> bool:
@@ -261,6 +266,11 @@ class AdapterRegistry:
     def _is_there(self, place: str) -> bool:
         return os.path.isfile(os.path.join(place, CONFIG_NAME)) or os.path.isfile(f"{place}{SUFFIX}")
 
+    def _is_folder(self, name: str) -> bool:
+        """Whether a folder of the directory has this name and was not hidden, be there an adapter in it or not."""
+        folder = None if name in self._hidden else self._path(name)
+        return folder is not None and os.path.isdir(folder)
+
     def _is_file_inside(self, path: str) -> bool:
         status = self._stat_inside(path)
         return status is not None and stat.S_ISREG(status.st_mode)
@@ -278,11 +288,13 @@ class AdapterRegistry:
             return self.names()
         return last or []
 
-    def _not_found(self, name: str, visible: Callable[[str], bool] | None, *, param: str = "model") -> ModelNotFound:
+    def _not_found(
+        self, name: str, visible: Callable[[str], bool] | None, *, param: str = "model", why: str = ""
+    ) -> ModelNotFound:
         names = self._names_to_hint_at()
         matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-        return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist.{hint}", param=param)
+        return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist{why}.{hint}", param=param)
 
 
 def _without_weights(name: str, folder: str) -> AdapterUnsupported | AdapterInvalid:

@@ -22,7 +22,7 @@ from punica_core.adapters.names import parse_name
 from punica_core.adapters.packed_header import PackedHeader, check_base, read_packed_header
 from punica_core.adapters.peft_config import MAX_CONFIG_BYTES, parse_config
 from punica_core.adapters.shapes import ModelShapes
-from punica_core.errors import AdapterError, AdapterTooLarge
+from punica_core.errors import AdapterError, AdapterTooLarge, ModelNotFound
 from punica_core.protocol import AdapterRef
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -89,7 +89,7 @@ class AdapterReport:
         """How many modules of each name (`q_proj`) have LoRA."""
         return dict(sorted(Counter(path.rpartition(".")[2] for path in self.ranks).items()))
 
-    def refused(self, error: AdapterError) -> AdapterReport:
+    def refused(self, error: AdapterError | ModelNotFound) -> AdapterReport:
         return replace(self, code=error.code, reason=error.message)
 
     def to_json(self) -> dict[str, Any]:

@@ -260,6 +260,21 @@ def test_links_inside_the_directory_are_followed(registry: AdapterRegistry, root
     assert registry.resolve("alias").weights_signature == registry.resolve("A").weights_signature
 
 
+def test_a_folder_without_a_config_is_told_as_such(registry: AdapterRegistry, root: Path) -> None:
+    def told(name: str) -> str:
+        with pytest.raises(ModelNotFound) as caught:
+            registry.resolve(name)
+        return caught.value.message
+
+    assert told("empty") == "The model 'empty' does not exist: its folder has no adapter_config.json."
+    assert told("a-file") == "The model 'a-file' does not exist."
+    assert told("nothing") == "The model 'nothing' does not exist."
+    with pytest.raises(ModelNotFound, match=r"'empty' does not exist\.$"):
+        registry.resolve("empty", lambda name: name != "empty")
+    assert registry.names() == ["A", "B", "org/nested"]
+    assert registry.names_without_config() == ["empty"], "but not what holds adapters"
+
+
 def test_missing_weights_are_told_as_such(registry: AdapterRegistry, root: Path) -> None:
     (root / "A" / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterInvalid, match=r"'A' has no weights.*try again"):

@@ -40,6 +40,17 @@ def test_refused_adapters_are_found_and_their_reasons_logged(tmp_path: Path, cap
     assert any("'pickled'" in message and "punica adapters convert" in message for message in caplog.messages)
 
 
+def test_folders_without_a_config_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("weights", "empty", "org/empty"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "weights" / "adapter_model.safetensors").write_bytes(b"")
+    shutil.copytree(EXAMPLES / "sentiment", tmp_path / "other" / "sentiment")
+    survey = survey_adapters(AdapterRegistry(tmp_path, ()), 256)
+    assert survey == Survey(), "they are not among the adapters, good or refused"
+    (told,) = caplog.messages
+    assert told == "Without adapter_config.json, and so no adapters: 'empty', 'org/empty', 'weights'."
+
+
 def base_of(width: int, layers: int = 30) -> ModelShapes:
     """What the demo's adapters were trained on has a width of 576, 30 layers, and a third of it as keys and values."""
     shapes = {"q_proj": (width, width), "v_proj": (width, width // 3)}

@@ -29,11 +29,13 @@ def test_the_list_has_names_ranks_targets_bytes_and_verdicts(
     (tmp_path / "pickled" / "adapter_config.json").write_text("{}")
     (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"")
     (tmp_path / "cut.punica").write_bytes(b"PUNICA\0\1")
+    (tmp_path / "org" / "no-config").mkdir(parents=True)
     assert cli.main(["adapters", "list", str(tmp_path), "--json"]) == 0
     reports = {report["name"]: report for report in json.loads(capsys.readouterr().out)}
     assert {name: report["code"] for name, report in reports.items()} == {
         "broken": "adapter_invalid",
         "cut": "adapter_invalid",
+        "org/no-config": "model_not_found",
         "pickled": "adapter_unsupported",
     }
     assert "punica adapters convert" in reports["pickled"]["reason"]
