@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_the_front_end_imports_neither_torch_nor_transformers(module: str) -> No
 
 def test_files_that_come_first_are_there() -> None:
     assert [name for name in LONGEST_FIRST if not (ROOT / "tests" / name).is_file()] == []
+
+
+BY_NAME = re.compile(r"pip install [^\n]*\bpunica\[")
+"""Extras asked for by the project's name, under which PyPI has another project."""
+
+
+def test_extras_are_installed_from_the_checkout_and_never_by_name() -> None:
+    texts = [path for kind in ("*.md", "*.yaml") for path in ROOT.glob(f"[!.]*/**/{kind}")]
+    texts += [ROOT / "README.md", ROOT / "Makefile", ROOT / "Dockerfile", *python_files()]
+    hints = {path.name: path.read_text() for path in texts if "pip install" in path.read_text()}
+    assert {"README.md", "flashinfer.py", "single-gpu.yaml"} <= hints.keys()
+    assert [name for name, text in hints.items() if BY_NAME.search(text)] == []
+    assert BY_NAME.search("needs FlashInfer: pip install 'punica" + "[gpu]'")
 
 
 def test_only_the_bindings_see_torch() -> None:

@@ -104,7 +104,7 @@ def save_picture(out: Path, popularity: str, run: Run, title: str) -> None:
     try:
         draw(out.with_name(name), run, title)
     except ModuleNotFoundError:
-        print("no picture: pip install 'punica[bench]'", file=sys.stderr)
+        print("no picture: .venv/bin/pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
 
 
 def title_of(scenario: Scenario, popularity: str, models: Models) -> str:

@@ -13,7 +13,7 @@ def save(path: Path, draw: Callable[[Any], None], title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("no picture: pip install 'punica[bench]'", file=sys.stderr)
+        print("no picture: .venv/bin/pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     draw(figure.subplots())

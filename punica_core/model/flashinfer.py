@@ -306,7 +306,8 @@ def _module(dtype: torch.dtype, head_dim: int, has_window: bool, has_softcap: bo
         from flashinfer.jit.attention import gen_batch_prefill_module
     except ImportError as error:
         raise ConfigError(
-            f"Serving on a GPU needs FlashInfer, which cannot be imported ({error}): pip install 'punica[gpu]'."
+            f"Serving on a GPU needs FlashInfer, which cannot be imported ({error}). In Punica's checkout: "
+            ".venv/bin/pip install -c constraints.txt -e '.[gpu]'. Or serve on the CPU: --device cpu."
         ) from error
     sizes = (torch.int32, head_dim, head_dim, _NO_POSITION_ENCODING, has_window, has_softcap, False)
     try:

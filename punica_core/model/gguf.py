@@ -56,7 +56,10 @@ def convert(gguf: Path, folder: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ConfigError("converting the demo model needs the package gguf: pip install 'punica[demo]'") from error
+        raise ConfigError(
+            "converting the demo model needs the package gguf; in Punica's checkout: "
+            ".venv/bin/pip install -c constraints.txt -e '.[demo]'"
+        ) from error
     reader = GGUFReader(gguf)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     if metadata["general.architecture"] != "llama" or metadata["tokenizer.ggml.model"] != "gpt2":
