@@ -12,6 +12,12 @@ ADAPTERS ?=
 ARGS   ?=
 # Test files run side by side, one a core.
 JOBS   ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# On a machine with an NVIDIA GPU `make serve` installs the extra `gpu` too, and the server's `auto` takes the GPU. Its
+# kernels are compiled at the first start: without nvcc it cannot be used, and the CPU serves unless a device is named.
+GPU    := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
+NVCC   := $(shell command -v nvcc || PATH=/usr/local/cuda/bin command -v nvcc)
+NAMED  := $(or $(PUNICA_DEVICE),$(PUNICA_CONFIG),$(findstring --config,$(ARGS)),$(findstring --device,$(ARGS)))
+NO_GPU := $(if $(GPU),$(if $(or $(NVCC),$(NAMED)),,yes))
 # pip shows a bar for each download, but not when it is quiet: a log gets the quiet, a terminal the bars.
 QUIET  := $(shell test -t 2 || echo --quiet)
 
@@ -20,8 +26,9 @@ QUIET  := $(shell test -t 2 || echo --quiet)
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
 
-serve: $(VENV)/.serve  ## set up if needed, then serve (PORT=, MODEL=, ADAPTERS=, HOST=, ARGS="--more flags")
-	@exec $(BIN)/punica serve --host $(HOST) --port $(PORT) \
+serve: $(VENV)/.serve$(and $(GPU),$(NVCC),-gpu)  ## set up if needed, then serve (PORT=, MODEL=, ADAPTERS=, HOST=, ARGS="--more flags")
+	$(if $(NO_GPU),@echo "There is an NVIDIA GPU but no nvcc (CUDA toolkit) to compile kernels for it: serving on the CPU.")
+	@exec $(BIN)/punica serve $(if $(NO_GPU),--device cpu) --host $(HOST) --port $(PORT) \
 	    $(if $(MODEL),--model "$(MODEL)") $(if $(ADAPTERS),--adapters "$(ADAPTERS)") $(ARGS)
 
 test: check unit ## set up if needed, then run every check and test
@@ -58,6 +65,11 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing the tested versions of what Punica needs (a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[demo]'
 	@touch $@
+
+$(VENV)/.serve-gpu: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing the tested versions of what Punica needs, for a CPU and for an NVIDIA GPU (minutes the first time) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[demo,gpu]'
+	@touch $@ $(VENV)/.serve
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing the tested versions of what Punica and its tests need ..."
