@@ -26,5 +26,6 @@ def with_demo(settings: Settings) -> Settings:
         raise ConfigError(
             "The demo model could not be prepared. Pass --model with a folder of your own.", param="model"
         )
+    print(f"The demo model lies in {folder}.", file=sys.stderr)  # what `punica adapters validate --model` wants
     adapters = settings.adapters or (str(_EXAMPLES) if _EXAMPLES.is_dir() else "")
     return dataclasses.replace(settings, model=folder, adapters=adapters)

@@ -208,20 +208,26 @@ def demo_program(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(demo, "_PREPARE", ("sh", "-c", script, "demo"))
 
 
-def test_without_a_model_the_demo_is_served_with_its_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_model_the_demo_is_served_with_its_adapters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     demo_program(monkeypatch, 'echo "/models/small$*"')
     monkeypatch.setattr(demo, "_EXAMPLES", tmp_path)
     chosen = demo.with_demo(Settings(cache="/c"))
     assert (chosen.model, chosen.adapters) == ("/models/small--cache /c", str(tmp_path))
+    assert capsys.readouterr().err == "The demo model lies in /models/small--cache /c.\n"
     assert demo.with_demo(Settings(adapters="mine")).adapters == "mine"
     monkeypatch.setattr(demo, "_EXAMPLES", tmp_path / "missing")
     assert demo.with_demo(Settings()).adapters == ""
 
 
-def test_a_demo_that_cannot_be_prepared_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_that_cannot_be_prepared_is_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     demo_program(monkeypatch, "exit 1")
     with pytest.raises(ConfigError, match="--model"):
         demo.with_demo(Settings())
+    assert "lies in" not in capsys.readouterr().err
 
 
 def test_connections_of_clients_that_have_vanished_are_closed_by_the_system() -> None:
