@@ -61,12 +61,21 @@ $(VENV)/bin/python:
 	@echo "Creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Could not create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 
+# Before minutes of installing; later the server itself says so at once.
+define CHECK_PORT
+	@$(if $(or $(findstring --port,$(ARGS)),$(findstring --host,$(ARGS))),:,$(BIN)/python -c 'import socket; \
+	    socket.create_server(("$(HOST)", $(PORT)), family=socket.AF_INET6 if ":" in "$(HOST)" else socket.AF_INET)' 2>/dev/null) || \
+	    { echo "error: Cannot listen on $(HOST):$(PORT). Stop what uses the port, or choose another with PORT="; exit 1; }
+endef
+
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(CHECK_PORT)
 	@echo "Installing the tested versions of what Punica needs (a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.serve-gpu: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(CHECK_PORT)
 	@echo "Installing the tested versions of what Punica needs, for a CPU and for an NVIDIA GPU (minutes the first time) ..."
 	@$(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt -e '.[demo,gpu]'
 	@touch $@ $(VENV)/.serve

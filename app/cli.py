@@ -127,22 +127,39 @@ _MAX_KEEPALIVE = 32_767
 
 
 def _bind(chosen: Settings) -> socket.socket:
-    """The server's socket, bound before the model is loaded: a port in use is known at once. Until the server listens,
-    connections are refused."""
+    """The server's socket, bound before the model is loaded: a port in use is known at once, also one of a server that
+    is still loading. Until the server listens, connections are refused. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _notice_vanished_clients(listener, chosen.send_timeout)
     try:
-        listener.bind((chosen.host, chosen.port))
+        try:
+            listener.bind((chosen.host, chosen.port))
+        except OSError:  # it may only be connections of a server that has ended
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((chosen.host, chosen.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"Cannot listen on {chosen.host}:{chosen.port} ({error.strerror}). Stop what uses the port, or choose "
-            "another with --port (0 takes a free one).",
-            param="port",
-        ) from None
+        raise _port_error(chosen, error) from None
     return listener
+
+
+def _listen(listener: socket.socket, chosen: Settings, backlog: int) -> None:
+    """Take connections from now on. The event loop would ask for the same, and not tell if it is refused. Raises
+    ConfigError."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections inherit it: the next server may bind
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        raise _port_error(chosen, error) from None
+
+
+def _port_error(chosen: Settings, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Cannot listen on {chosen.host}:{chosen.port} ({error.strerror}). Stop what uses the port, or choose another "
+        "with --port (0 takes a free one), of `make serve` with PORT=.",
+        param="port",
+    )
 
 
 def _notice_vanished_clients(listener: socket.socket, seconds: float) -> None:
@@ -194,6 +211,7 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)
             elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
+            _listen(listener, chosen, config.backlog)
             await server.serve(sockets=[listener])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,25 @@ def test_a_gpu_without_nvcc_is_left_alone_aloud_unless_a_device_is_named(tmp_pat
         plan = planned(tmp_path, "NVCC=", named, nvidia_smi=LISTS_ONE)
         assert "no nvcc" not in plan
         assert "--device cpu" not in plan
+
+
+def test_a_port_in_use_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    planned(tmp_path)  # puts the files there
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ntest "$1" = -c || {{ echo "runs $*"; exit 0; }}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    setup = [str(python.parents[1].relative_to(tmp_path) / ".serve"), "NVCC="]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(["make", *setup, f"PORT={port}"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert f"Cannot listen on 127.0.0.1:{port}" in done.stdout
+        assert "PORT=" in done.stdout
+        assert "pip install" not in done.stdout
+        elsewhere = [f"PORT={port}", "ARGS=--port 0"]
+        done = subprocess.run(["make", *setup, *elsewhere], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert "pip install" in done.stdout
+    (tmp_path / ".venv" / ".serve").unlink()
+    done = subprocess.run(["make", *setup, f"PORT={port}"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "pip install" in done.stdout

@@ -245,3 +245,34 @@ def test_clients_may_have_longer_than_the_system_can_count(seconds: float) -> No
     with cli._bind(Settings(model="m", port=0, send_timeout=seconds)) as listener:
         options = (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
         assert [listener.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [32_767, 65_534_000]
+
+
+def test_a_port_is_taken_while_its_server_loads_and_free_afterwards() -> None:
+    with cli._bind(Settings(port=0)) as loading:
+        chosen = Settings(port=loading.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"with --port .* of `make serve` with PORT="):
+            cli._bind(chosen)
+    cli._bind(chosen).close()
+
+
+def test_connections_that_linger_do_not_keep_the_next_server_from_its_port() -> None:
+    with cli._bind(Settings(port=0)) as listener:
+        cli._listen(listener, Settings(), 5)
+        address = listener.getsockname()
+        with socket.create_connection(address) as client:
+            listener.accept()[0].close()  # the side that closes first keeps the address for a while
+            assert client.recv(1) == b""
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind(address)
+    with cli._bind(Settings(port=address[1])) as listener:
+        cli._listen(listener, Settings(), 5)
+
+
+def test_a_server_that_cannot_listen_is_not_ready() -> None:
+    with cli._bind(Settings(port=0)) as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        chosen = Settings(port=first.getsockname()[1])
+        with cli._bind(chosen) as second:
+            cli._listen(first, chosen, 5)
+            with pytest.raises(ConfigError, match="Cannot listen on"):
+                cli._listen(second, chosen, 5)
