@@ -27,6 +27,8 @@ from app.start_watch import StartWatch, call_watched
 from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
 
+log = logging.getLogger("app.cli")  # also where this is the program
+
 _UNSET: Any = object()
 _KEEP_ALIVE_SECONDS = 75
 """Idle connections live longer here than in any client's pool, which would else use one that is just being closed."""
@@ -119,6 +121,7 @@ def _serve(options: argparse.Namespace, connect: Connect) -> int:
         chosen = demo.with_demo(chosen) if not chosen.model else chosen
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(chosen, listener, connect))
+    log.info("Stopped.")
     return 0
 
 

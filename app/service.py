@@ -74,6 +74,10 @@ def _read_template(path: str) -> str | None:
         raise ConfigError(f"chat_template is {path!r}, which cannot be read: {error}.", param="chat_template") from None
 
 
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
+
+
 class Service:
     """Settings, engine, batcher, tokenizer, adapters and metrics of one server; `start` before use, `stop` after.
 
@@ -248,7 +252,12 @@ class Service:
     def begin_drain(self) -> None:
         """Take no new work from now on."""
         if not self.batcher.draining:
-            log.info("Shutting down: no new requests; %d sequences in flight.", self.batcher.in_flight)
+            left = self.batcher.in_flight
+            waiting = (
+                f"; waiting for {_sequences(left)}, at most {self.settings.drain_timeout:g} s. "
+                "A second Ctrl-C or SIGTERM does not wait"
+            )
+            log.info("Shutting down: no new requests%s.", waiting if left else "")
         self.batcher.begin_drain()
 
     async def finish_drain(self) -> None:
@@ -257,12 +266,12 @@ class Service:
         try:
             await asyncio.wait_for(self.batcher.wait_idle(), self.settings.drain_timeout)
         except TimeoutError:
-            log.warning("Ending %d sequences that did not finish in time.", self.batcher.in_flight)
+            log.warning("Ending %s that did not finish in time.", _sequences(self.batcher.in_flight))
             self.batcher.fail_all(Draining("The server shut down before this request was finished."))
 
     async def stop(self) -> None:
         """End everything; requests still in flight end with an error. Idempotent."""
-        self.begin_drain()
+        self.batcher.begin_drain()
         if self._watching is not None:
             self._watching.cancel()
         self.batcher.fail_all(Draining("The server shut down before this request was finished."))

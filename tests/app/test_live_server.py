@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -51,12 +51,16 @@ class Process:
 
 @contextlib.contextmanager
 def running(
-    model_dir: Path, *options: str, step_seconds: float = 0.0, open_files: int | None = None
+    model_dir: Path,
+    *options: str,
+    step_seconds: float = 0.0,
+    open_files: int | None = None,
+    log: IO[bytes] | int = subprocess.DEVNULL,
 ) -> Iterator[Process]:
     command: tuple[str, ...] = () if open_files is None else ("sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh")
     command += (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), str(step_seconds))
     with subprocess.Popen(
-        (*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        (*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=log
     ) as process:
         assert process.stdout is not None
         try:
@@ -198,10 +202,31 @@ async def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(model_dir
         assert await server.exit_code() == 0
 
 
-async def test_an_idle_server_takes_no_grace_time(model_dir: Path) -> None:
-    with running(model_dir, "--drain-timeout", "1000") as server:
+async def test_a_second_signal_does_not_wait_as_the_first_one_says(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as log, running(model_dir, "--drain-timeout", "1000", step_seconds=0.01, log=log) as server:
+        async with server.openai() as client:
+            stream = await client.completions.create(model=BASE, prompt="a", max_tokens=50_000, stream=True)
+            server.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):
+                while "waiting for 1 sequence, at most 1000 s. A second Ctrl-C" not in path.read_text():
+                    await asyncio.sleep(0.05)
+            assert "Stopped." not in path.read_text()
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(APIError, match="shut down"):
+                async for _ in stream:
+                    pass
+        assert await server.exit_code() == 0
+    assert path.read_text().endswith("INFO app.cli: Stopped.\n")
+
+
+async def test_an_idle_server_takes_no_grace_time(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as log, running(model_dir, "--drain-timeout", "1000", log=log) as server:
         server.process.send_signal(signal.SIGTERM)
         assert await server.exit_code() == 0
+    assert "Shutting down: no new requests.\n" in path.read_text()
+    assert "waiting for" not in path.read_text()
 
 
 async def test_sigterm_does_not_wait_for_a_request_that_is_arriving(model_dir: Path) -> None:
