@@ -59,9 +59,7 @@ def running(
 ) -> Iterator[Process]:
     command: tuple[str, ...] = () if open_files is None else ("sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh")
     command += (sys.executable, "-m", "tests.support.scripted_server", str(model_dir), str(step_seconds))
-    with subprocess.Popen(
-        (*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=log
-    ) as process:
+    with subprocess.Popen((*command, "--port", "0", *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=log) as process:
         assert process.stdout is not None
         try:
             first = process.stdout.readline().decode()
