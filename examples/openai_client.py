@@ -1,5 +1,6 @@
 """Asks the base model and the example adapters at once, with the official OpenAI SDK, and prints the answers side by
-side: `python examples/openai_client.py [--base-url URL] [--prompt TEXT]`. Needs `pip install openai`.
+side: `python examples/openai_client.py [--base-url URL] [--prompt TEXT]`. Needs `pip install openai`. The key, where
+the server asks for one, is that of the variable OPENAI_API_KEY.
 
 The server computes all of these answers in the same batches. One of them is streamed to the screen as it is made.
 """
@@ -12,11 +13,12 @@ import os
 import textwrap
 from collections.abc import Awaitable, Sequence
 
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 from openai.types import Model
 
 TEXT_WIDTH = 92
 PROMPT = "Hello, Greta here. Can I get nine sleeping bags delivered to Tunis?"
+ELSEWHERE = "The address of another server: --base-url http://127.0.0.1:PORT/v1"
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, max_tokens: int) -> str:
@@ -73,11 +75,22 @@ async def main() -> None:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=48)
     args = parser.parse_args()
-    async with AsyncOpenAI(base_url=args.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    try:
+        await compare(args.base_url, args.prompt, args.max_tokens)
+    except APIConnectionError:
+        raise SystemExit(f"{args.base_url} does not answer. {ELSEWHERE}") from None
+    except APIStatusError as error:
+        key = " Its key is read from the variable OPENAI_API_KEY." if error.status_code == 401 else ""
+        raise SystemExit(f"{args.base_url} refuses: {error}.{key} {ELSEWHERE}") from None
+
+
+async def compare(base_url: str, prompt: str, max_tokens: int) -> None:
+    """Asks all models of the server at once and prints their answers. Raises what the SDK does if it has no list."""
+    async with AsyncOpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         names = base_first([model async for model in client.models.list()])
-        print(f"> {args.prompt}\n")
-        streamed = or_refusal(stream(client, names[-1], args.prompt, args.max_tokens))
-        others = [or_refusal(ask(client, name, args.prompt, args.max_tokens)) for name in names[:-1]]
+        print(f"> {prompt}\n")
+        streamed = or_refusal(stream(client, names[-1], prompt, max_tokens))
+        others = [or_refusal(ask(client, name, prompt, max_tokens)) for name in names[:-1]]
         last, *rest = await asyncio.gather(streamed, *others)
     print(table(names, [*rest, last]))
 

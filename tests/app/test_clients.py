@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,3 +200,35 @@ def test_the_node_sdk(url: str, node_folder: Path) -> None:
         "unknown": [True, "model_not_found"],
         "long": [True, "context_length_exceeded"],
     }
+
+
+def told_by_example(base_url: str, key: str = "none") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), "--base-url", base_url]
+    environment = os.environ | {"OPENAI_API_KEY": key}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_example_tells_in_a_line_that_no_server_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    done = told_by_example(nowhere)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{nowhere} does not answer. ")
+    assert "--base-url" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_example_tells_in_a_line_that_a_key_is_wanted(tmp_path: Path) -> None:
+    model_dir = write_folder(tmp_path / BASE, byte_level_tokenizer())
+    chosen = Settings(model=str(model_dir), api_key="a-key-of-16-chars")
+    reply = TOKENIZER.encode(ANSWER).ids
+    with serving(chosen, lambda: FakeEngine(model_dir=str(model_dir), reply=lambda sequence: reply)) as address:
+        refused, answered = (told_by_example(f"{address}/v1", key) for key in ("none", "a-key-of-16-chars"))
+        elsewhere = told_by_example(address, "a-key-of-16-chars")
+    assert refused.returncode == 1
+    assert "OPENAI_API_KEY" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert answered.returncode == 0, answered.stderr
+    assert ANSWER in answered.stdout
+    assert "404" in elsewhere.stderr
+    assert "OPENAI_API_KEY" not in elsewhere.stderr
