@@ -101,7 +101,13 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def refuse_unused(config: EngineConfig) -> None:
-    """Raise ConfigError for keys that ask for what plain torch does not have, rather than serve without it."""
+    """Raise ConfigError for keys that ask for what the CPU does not have, rather than serve without it or untested."""
+    if config.dtype == "float16":
+        raise ConfigError(
+            "dtype is float16, but the model runs on the CPU, which serves float32 and bfloat16; choose auto or one of "
+            "these.",
+            param="dtype",
+        )
     if config.sgmv == "cuda":
         raise ConfigError("sgmv is cuda, but the model runs on the CPU; choose auto or reference.", param="sgmv")
     if config.adapter_gpu_bytes:

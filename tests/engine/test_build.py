@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from punica_core import protocol
-from punica_core.config import EngineConfig
+from punica_core.config import DType, EngineConfig
 from punica_core.engine import build
 from punica_core.engine.build import build_engine, refuse_unused, resolve_device
 from punica_core.engine.runner import LORA_LAYOUT_BYTES, lora_layout_bytes
@@ -46,8 +46,15 @@ def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPatc
     assert resolve_device(EngineConfig(model="m", device="cpu")).type == "cpu"
 
 
-def test_the_defaults_are_served() -> None:
-    refuse_unused(EngineConfig(model="m"))
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_the_defaults_and_the_dtypes_of_a_cpu_are_served(dtype: DType) -> None:
+    refuse_unused(EngineConfig(model="m", dtype=dtype))
+
+
+def test_float16_on_a_cpu_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="dtype is float16, but the model runs on the CPU") as error:
+        build_engine(EngineConfig(model="m", device="cpu", dtype="float16"), lambda what, fraction: None, lambda: None)
+    assert error.value.param == "dtype"
 
 
 @pytest.mark.parametrize(("lora", "num_blocks"), [(True, 50), (False, 100)])
