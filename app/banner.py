@@ -141,7 +141,7 @@ def _sdk(url: str, names: Sequence[str], needs_key: bool) -> str:
     key = 'os.environ["PUNICA_API_KEY"]' if needs_key else '"none"'
     return "\n".join(
         [
-            "# pip install openai",
+            f"# Python, for any interpreter with the package openai ({sys.executable} -m pip install openai):",
             *(["import os"] if needs_key else []),
             "from openai import OpenAI",
             f'client = OpenAI(base_url="{url}", api_key={key})',

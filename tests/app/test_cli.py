@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def test_adapters_that_are_refused_are_counted_apart_and_are_no_examples(survey:
 
 def test_the_printed_python_is_valid() -> None:
     text = ready_text(["base", "sql"], "::1", 1)
-    compile(text[text.index("from openai") :], "snippet", "exec")
+    python = text[text.index("# Python") :]
+    compile(python, "snippet", "exec")
+    assert f"{sys.executable} -m pip install openai" in python.splitlines()[0]
     assert "http://[::1]:1/v1" in text
 
 
