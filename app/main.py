@@ -73,6 +73,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The router's own errors (no such path, wrong method) in our envelope."""
     assert isinstance(error, HTTPException)  # what this handler is registered for
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    if error.status_code == 404:
+        message += " GET /v1/models lists what is served, GET /openapi.json what can be asked."
     response = plain_error_response(error.status_code, message)
     response.headers.update(error.headers or {})
     return response

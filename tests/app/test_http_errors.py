@@ -245,12 +245,14 @@ async def test_too_large_a_body_is_a_413(make_server: MakeServer, declared: bool
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
+    [("GET", "/v1/nothing", 404), ("GET", "/", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
 )
 async def test_errors_of_the_router_have_the_envelope(server: Server, method: str, path: str, status: int) -> None:
     response = await server.http.request(method, path)
     assert response.status_code == status
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert ("GET /v1/models lists what is served" in error["message"]) == (status == 404)
 
 
 async def test_an_unexpected_exception_is_a_500_in_the_envelope(
