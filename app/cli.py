@@ -26,6 +26,7 @@ from app.settings import Settings
 from app.start_watch import StartWatch, call_watched
 from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
+from punica_core.stdout import until_unread
 
 log = logging.getLogger("app.cli")  # also where this is the program
 
@@ -38,10 +39,15 @@ Connect = Callable[[], EngineClient]
 
 
 def main(arguments: Sequence[str] | None = None, connect: Connect = WorkerClient) -> int:
-    """Entry point. Exit codes: 0 after a drain, 1 if it cannot start, 2 for a wrong command line, 130 on Ctrl-C.
+    """Entry point. Exit codes: 0 after a drain, 1 if it cannot start, 2 for a wrong command line, 130 on Ctrl-C, 141 if
+    nobody reads what is printed.
 
     connect: makes a client for one life of the engine.
     """
+    return until_unread(lambda: _main(arguments, connect))
+
+
+def _main(arguments: Sequence[str] | None, connect: Connect) -> int:
     parser = _parser(connect)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

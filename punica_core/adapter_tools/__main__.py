@@ -22,12 +22,18 @@ from punica_core.adapters.overview import reports_on
 from punica_core.adapters.report import AdapterReport
 from punica_core.adapters.report_text import list_text, one_report
 from punica_core.errors import AdapterError, PunicaError
+from punica_core.stdout import until_unread
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0, 1 if an adapter is refused or nothing could be done, 2 for a wrong command line."""
+    """Exit codes: 0, 1 if an adapter is refused or nothing could be done, 2 for a wrong command line, 141 if nobody
+    reads what is printed."""
+    return until_unread(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # files this size are read sooner than threads have agreed on who does what
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,45 @@ def test_validate_runs_from_the_command_line() -> None:
     (report,) = json.loads(done.stdout)
     assert report["verdict"] == NO_BASE
     assert len(report["adapter_key"]) == 64
+
+
+def unread(*arguments: str, buffered: bool) -> tuple[int, str]:
+    """Exit code and stderr of a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | ({} if buffered else {"PYTHONUNBUFFERED": "1"})
+    with open(writer, "w") as lost:
+        done = subprocess.run(
+            [sys.executable, "-m", "app", *arguments],
+            stdout=lost,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment,
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "buffered"),
+    [
+        (("adapters", "list", str(EXAMPLES), "--json"), True),
+        (("adapters", "list", str(EXAMPLES), "--json"), False),
+        (("adapters", "validate", str(EXAMPLES / "sentiment"), "--json"), True),
+    ],
+    ids=["here", "here, unbuffered", "by a program of its own"],
+)
+def test_output_that_nobody_reads_ends_a_command_without_a_word(arguments: tuple[str, ...], buffered: bool) -> None:
+    assert unread(*arguments, buffered=buffered) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    code = (
+        "from punica_core.stdout import until_unread\n"
+        "def main():\n    print('read')\n    raise BrokenPipeError('of a socket')\n"
+        "until_unread(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "read\n")
+    assert "of a socket" in done.stderr

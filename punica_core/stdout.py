@@ -1,0 +1,32 @@
+"""Ending as other programs do when nobody reads any more what they print: `punica adapters list FOLDER | head`."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+
+UNREAD = 141
+"""The exit code: what a shell gives for a program that SIGPIPE has ended."""
+
+
+def until_unread(main: Callable[[], int]) -> int:
+    """What `main` returns, or UNREAD, without a word, if standard output has lost its reader. Raises what it raises."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()  # or what is left fails at the process's end, where nobody can catch it
+    except BrokenPipeError:
+        if not _is_unread():
+            raise  # it was another pipe, or a socket
+        with open(os.devnull, "w") as nowhere:  # or it fails again at the end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return UNREAD
+
+
+def _is_unread() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # asks for nothing but errors
+    return bool(poll.poll(0))
