@@ -22,7 +22,7 @@ from app.file_threads import FileThreads
 from app.mounts import LocalFolders
 from punica_core.adapters.header import shorten
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.errors import AdapterLoadTimeout, PunicaError
+from punica_core.errors import AdapterError, AdapterLoadTimeout, PunicaError
 from punica_core.protocol import AdapterRef
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class AdapterFiles:
         self._found: OrderedDict[str, AdapterRef] = OrderedDict()
         self._looked_at: OrderedDict[Hashable, float] = OrderedDict()
         self._reported: set[Hashable] = set()
+        self._refused: OrderedDict[str, str] = OrderedDict()
 
     async def resolve(self, name: str, visible: Callable[[str], bool] | None = None) -> AdapterRef:
         """`AdapterRegistry.resolve`; while files cannot be looked at, what it gave last.
@@ -63,9 +64,14 @@ class AdapterFiles:
             if found is None or (visible is not None and not visible(name)):
                 raise
             return found
+        except AdapterError as error:
+            self.forget(name)
+            self._log_refusal(name, error)
+            raise type(error)(f"Adapter {name!r}: {error.message}", param="model") from None
         except PunicaError:
             self.forget(name)
             raise
+        self._refused.pop(name, None)
         _keep(self._found, name, ref)
         return ref
 
@@ -139,6 +145,12 @@ class AdapterFiles:
             "are served. Try again later.",
             param="model",
         )
+
+    def _log_refusal(self, name: str, error: AdapterError) -> None:
+        """Once until its files are another matter."""
+        if self._refused.get(name) != error.message:
+            log.warning("Adapter %r is refused: %s: %s", name, error.code, error.message)
+        _keep(self._refused, name, error.message)
 
     def _report(self, about: Hashable) -> None:
         """Log it once until it answers."""

@@ -261,7 +261,7 @@ def _check_distinct(keys: Sequence[tuple[bytes, ApiKey]], num_single: int, file:
 
 def hash_of(token: str) -> str:
     """What a file of keys may hold in place of the token. Raises ConfigError for what cannot be a token."""
-    return HASH_PREFIX + _token_digest(token, "the key").hex()
+    return HASH_PREFIX + _token_digest(token, "this cannot be a key").hex()
 
 
 def check_name(name: str) -> None:

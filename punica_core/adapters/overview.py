@@ -14,6 +14,8 @@ from punica_core.errors import AdapterError, ConfigError, ModelNotFound
 
 Shapes = Mapping[str, tuple[int, int]]
 
+_BASE_WINS = "it has the name of the base model, which wins; rename it, or set --served-model-name"
+
 
 def reports_on(folder: str, shapes: Shapes | None, max_lora_rank: int, against: str = "") -> list[AdapterReport]:
     """On all adapters of a folder, and on what seems to be meant for one, by name.
@@ -32,6 +34,8 @@ def reports_on(folder: str, shapes: Shapes | None, max_lora_rank: int, against: 
         )
         for name in registry.names_without_config()
     ]
+    base_name = os.path.basename(os.path.abspath(against)) if against else None
+    reports = [report.refused(ModelNotFound(_BASE_WINS)) if report.name == base_name else report for report in reports]
     return [replace(report, against=against) for report in sorted(reports, key=lambda report: report.name)]
 
 

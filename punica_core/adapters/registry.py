@@ -95,7 +95,7 @@ class AdapterRegistry:
         visible: whether a name exists for who asks; None: all do. One that does not is not looked for.
         Raises ModelNotFound naming close matches, AdapterUnsupported if there are only pickled weights,
         AdapterInvalid if the weights are missing or not a regular file, TimeoutError if another thread looks at its
-        files and gets no answer. No message tells a path of the server.
+        files and gets no answer. No message tells a path of the server, nor those of refusals the name.
         """
         if visible is not None and not visible(name):
             raise self._not_found(name, visible)
@@ -129,8 +129,7 @@ class AdapterRegistry:
         try:
             ref = self._ref(name, folder, self._roots.stat)
         except AdapterError as error:
-            error.param = "lora_path"
-            raise
+            raise type(error)(f"Adapter {name!r}: {error.message}", param="lora_path") from None
         if ref is None:
             raise ModelNotFound(f"The folder at lora_path has no {CONFIG_NAME}.", param="lora_path")
         return ref
@@ -216,9 +215,9 @@ class AdapterRegistry:
             return None
         weights = stat_of(os.path.join(folder, WEIGHTS_NAME))
         if weights is None:
-            raise _without_weights(name, folder)
+            raise _without_weights(folder)
         if not stat.S_ISREG(weights.st_mode):
-            raise AdapterInvalid(f"Adapter {name!r}: {WEIGHTS_NAME} is not a regular file.", param="model")
+            raise AdapterInvalid(f"{WEIGHTS_NAME} is not a regular file.", param="model")
         return AdapterRef(
             name=name, path=folder, config_signature=signature_of(config), weights_signature=signature_of(weights)
         )
@@ -297,10 +296,10 @@ class AdapterRegistry:
         return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist{why}.{hint}", param=param)
 
 
-def _without_weights(name: str, folder: str) -> AdapterUnsupported | AdapterInvalid:
+def _without_weights(folder: str) -> AdapterUnsupported | AdapterInvalid:
     if any(os.path.lexists(os.path.join(folder, pickle)) for pickle in PICKLE_NAMES):
-        return AdapterUnsupported(f"Adapter {name!r} has pickled weights only. {CONVERT_PICKLE}", param="model")
+        return AdapterUnsupported(f"it has pickled weights only. {CONVERT_PICKLE}", param="model")
     return AdapterInvalid(
-        f"Adapter {name!r} has no weights: {WEIGHTS_NAME} is missing. If it is still being written, try again.",
+        f"it has no weights: {WEIGHTS_NAME} is missing. If it is still being written, try again.",
         param="model",
     )

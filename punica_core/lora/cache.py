@@ -373,7 +373,8 @@ class AdapterCache:
 
     def _fail(self, job: _Job, error: PunicaError, now: float) -> None:
         self._table.fail(job.ref, error, now)
-        _log.warning("adapter %r is refused: %s: %s", job.ref.name, error.code, error.message)
+        reason = error.message.removeprefix(f"Adapter {job.ref.name!r}: ")
+        _log.warning("Adapter %r is refused: %s: %s", job.ref.name, error.code, reason)
         self._failures[job.ref] = error
         self._finish(job, error.code, now)
 

@@ -211,6 +211,11 @@ def test_the_list_with_a_base_says_which_adapters_fit(
     table, _, note = capsys.readouterr().out.partition("\n\n")
     assert table.splitlines()[-1].endswith("served")
     assert "punica adapters validate" in note
+    (root / "tuned").rename(root / model_folder.name)
+    assert main([*command, "--json"]) == 0
+    _, base = sorted(json.loads(capsys.readouterr().out), key=lambda report: report["name"] == model_folder.name)
+    assert (base["verdict"], "name of the base model" in base["reason"]) == ("refused", True)
+    (root / model_folder.name).rename(root / "tuned")
     assert main([*command, "--max-lora-rank", "2"]) == 0
     assert "rank 3 > max 2" in capsys.readouterr().out
     assert main(["list", str(tmp_path / "none"), "--model", str(model_folder)]) == 1

@@ -367,3 +367,31 @@ def test_mounts_are_looked_at_again(tmp_path: Path) -> None:
     assert not local.are_local()
     now[0] += MOUNTS_SECONDS
     assert local.are_local()
+
+
+async def test_what_is_refused_before_a_worker_sees_it_is_logged_once_for_each_fault(
+    server: Server, adapters_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, away = adapters_dir / "sql" / "adapter_model.safetensors", adapters_dir / "away"
+    assert (await server.complete(model="sql")).status_code == 200
+
+    async def refused() -> str:
+        answer = await server.complete(model="sql")
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    def logged() -> list[str]:
+        return [message for message in caplog.messages if "is refused" in message]
+
+    assert logged() == []
+    weights.rename(away)
+    fault = "it has no weights: adapter_model.safetensors is missing."
+    assert (await refused()).startswith(f"Adapter 'sql': {fault}")
+    assert await refused() == await refused()
+    (line,) = logged()
+    assert line.startswith(f"Adapter 'sql' is refused: adapter_invalid: {fault}")
+    away.rename(weights)
+    assert (await server.complete(model="sql")).status_code == 200
+    weights.rename(away)
+    await refused()
+    assert len(logged()) == 2, "it was sound in between"

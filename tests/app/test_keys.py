@@ -286,3 +286,4 @@ def test_the_command_hashes_a_key_from_a_pipe(
     assert capsys.readouterr().out.strip() == f"sha256:{hashlib.sha256(ACME.encode()).hexdigest()}"
     monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
     assert main(["keys", "hash"]) == 1
+    assert capsys.readouterr().err.startswith("error: this cannot be a key: a key has 8 to 512 ")
