@@ -31,7 +31,7 @@ from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.adapters.roots import AdapterRoots
 from punica_core.client import EngineClient
-from punica_core.config import EngineConfig, EngineLayout, is_model_path
+from punica_core.config import EngineConfig, EngineLayout, check_model_folder, is_model_path
 from punica_core.errors import AdapterLoadTimeout, ConfigError, Draining, ModelNotFound, PunicaError
 from punica_core.protocol import MAX_LOGPROBS, AdapterRef, Event, Outputs, Progress, StepStarted
 
@@ -52,7 +52,9 @@ def version() -> str:
 
 def _check_folders(config: EngineConfig) -> None:
     """Say now what the worker would find only after seconds of importing torch. Raises ConfigError."""
-    if is_model_path(config.model) and not Path(config.model).is_dir():
+    if Path(config.model).is_dir():
+        check_model_folder(Path(config.model))
+    elif is_model_path(config.model):
         raise ConfigError(f"model is {config.model!r}; there is no such folder.", param="model")
     if config.adapters and not Path(config.adapters).is_dir():
         raise ConfigError(f"adapters is {config.adapters!r}; there is no such folder.", param="adapters")

@@ -29,6 +29,12 @@ def is_model_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises ConfigError for an existing folder that holds no Hugging Face model."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is not a Hugging Face model folder.", param="model")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one worker serves and within which limits.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from punica_core.adapters.shapes import ModelShapes
+from punica_core.config import check_model_folder
 from punica_core.errors import AdapterUnsupported, ConfigError
 from punica_core.lora.tensor_reader import DTYPES
 from punica_core.model.checkpoint import StoredTensor, read_headers, read_tensors
@@ -65,8 +66,7 @@ class CheckpointWeights:
 def read_base(folder: str) -> BaseFolder:
     """Build the model without memory. Raises ConfigError for a folder that is no model, or none that is served."""
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json, so it is not a Hugging Face model folder.", param="model")
+    check_model_folder(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_supported(config)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from punica_core.adapters.shapes import ModelShapes
-from punica_core.config import EngineConfig, LoadFormat, is_model_path
+from punica_core.config import EngineConfig, LoadFormat, check_model_folder, is_model_path
 from punica_core.errors import ConfigError
 from punica_core.lora.base_weights import BaseWeights
 from punica_core.lora.layers import EmbeddingContext, LinearGroup, LoRAContext
@@ -186,8 +186,7 @@ def _download(repository: str, patterns: list[str]) -> Path:
 
 
 def _read_config(model_dir: Path, load_format: LoadFormat) -> Any:
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"{model_dir} has no config.json, so it is not a Hugging Face model folder.", param="model")
+    check_model_folder(model_dir)
     if load_format != "dummy" and not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
             f"{model_dir} has no *.safetensors file. Pickled weights (*.bin) are not read, since reading them can run "

@@ -83,6 +83,19 @@ async def test_a_model_folder_that_is_missing_stops_the_start_before_the_engine(
             pass
 
 
+async def test_a_folder_that_is_no_model_stops_the_start_before_the_engine(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no config\.json"):
+        async with make_server(settings={"model": str(empty)}, start_error=ConfigError("engine")):
+            pass
+    (empty / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^engine$"):
+        async with make_server(settings={"model": str(empty)}, start_error=ConfigError("engine")):
+            pass
+
+
 async def test_a_hub_id_is_left_to_the_engine(make_server: MakeServer) -> None:
     async with make_server(settings={"model": "owner/name"}) as server:
         assert (await server.chat(model="name")).status_code == 200

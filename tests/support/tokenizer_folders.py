@@ -50,8 +50,11 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, *, template: str | None = CHATML, **config: object) -> Path:
-    """`folder` with tokenizer.json and tokenizer_config.json (`config`, and the template if there is one)."""
+    """`folder` with tokenizer.json and tokenizer_config.json (`config`, and the template if there is one), and an empty
+    config.json if it has none."""
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text("{}", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     content = dict(config) | ({"chat_template": template} if template is not None else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
