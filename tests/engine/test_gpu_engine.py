@@ -1,19 +1,22 @@
-"""The whole engine on the GPU: tiers, graphs, chunks, running ahead; against fp32 on the CPU and PEFT in bf16."""
+"""The whole engine on the GPU: tiers, graphs, chunks, running ahead; against fp32 on the CPU and PEFT in 16 bits."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config as compiler
 from peft import PeftModel
 
 from punica_core.config import EngineConfig
 from punica_core.engine.build import build_engine
 from punica_core.engine.engine import Engine
+from punica_core.engine.forward import MOST_VERSIONS
 from punica_core.lora.gpu_tier import GpuAdapterTier
 from punica_core.lora.landing import LandingMemory
 from punica_core.lora.packed import write_packed
@@ -29,6 +32,17 @@ pytestmark = pytest.mark.gpu
 NUM_ADAPTERS = 8
 ADAPTER_BYTES = 300_000
 """More than any of the adapters takes, less than two of them together."""
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Engines have their layers' code in common, and each is compiled anew: as often as torch allows one engine, they
+    may not suffice for all of them."""
+    torch._dynamo.reset()
+    with compiler.patch(recompile_limit=4 * MOST_VERSIONS):
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +59,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Driver:
     """An engine, and what it has said of every sequence."""
 
-    def __init__(self, root: Path, **config: Any) -> None:
+    def __init__(self, root: Path, dtype: torch.dtype = torch.bfloat16, **config: Any) -> None:
         self.root = root
         chosen = EngineConfig(
             model=str(root / "base"),
             device="cuda",
-            dtype="bfloat16",
+            dtype=str(dtype).removeprefix("torch."),
             kv_tokens=40_000,
             max_num_seqs=16,
             seed=1,
@@ -91,8 +105,18 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def driver(root: Path) -> Driver:
-    return Driver(root, max_num_batched_tokens=512)
+def drivers(root: Path) -> Callable[[torch.dtype], Driver]:
+    """An engine for each dtype, with room for all adapters but not with a share of the GPU that leaves no other any."""
+
+    def make(dtype: torch.dtype) -> Driver:
+        return Driver(root, dtype, max_num_batched_tokens=512, adapter_gpu_bytes=64 << 20)
+
+    return functools.cache(make)
+
+
+@pytest.fixture
+def driver(drivers: Callable[[torch.dtype], Driver]) -> Driver:
+    return drivers(torch.bfloat16)
 
 
 class References:
@@ -101,9 +125,18 @@ class References:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._models: dict[tuple[int | None, torch.dtype], Any] = {}
+        self._exact: dict[tuple[int | None, tuple[int, ...]], torch.Tensor] = {}
 
     def __call__(self, token_ids: list[int], adapter: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Of each token but the first, fp32 [T - 1]."""
+        """Of each token but the first, fp32 [T - 1]. Those of fp32 are kept: each dtype is held against them."""
+        if dtype != torch.float32:
+            return self._computed(token_ids, adapter, dtype)
+        key = adapter, tuple(token_ids)
+        if key not in self._exact:
+            self._exact[key] = self._computed(token_ids, adapter, dtype)
+        return self._exact[key]
+
+    def _computed(self, token_ids: list[int], adapter: int | None, dtype: torch.dtype) -> torch.Tensor:
         device = "cpu" if dtype == torch.float32 else "cuda"
         if (adapter, dtype) not in self._models:
             model: Any = long_llama().to(device, dtype)
@@ -122,20 +155,29 @@ def references(root: Path) -> References:
     return References(root)
 
 
-def check_near(found: Mapping[int | None, list[tuple[list[int], int, list[float]]]], references: References) -> None:
-    """Of each adapter's (token ids, first scored, log-probabilities): no further from fp32 than twice PEFT in bf16."""
+def check_near(
+    found: Mapping[int | None, list[tuple[list[int], int, list[float]]]],
+    references: References,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Of each adapter's (token ids, first scored, log-probabilities): no further from fp32 than twice PEFT in `dtype`,
+    that of the engine."""
     ours = theirs = 0.0
     for adapter, parts in found.items():
         for token_ids, first, logprobs in parts:
             right = references(token_ids, adapter, torch.float32)[first - 1 :]
-            peft = references(token_ids, adapter, torch.bfloat16)[first - 1 :]
+            peft = references(token_ids, adapter, dtype)[first - 1 :]
             ours += float((torch.tensor(logprobs) - right).square().sum())
             theirs += float((peft - right).square().sum())
     assert ours <= 4 * theirs, f"ours {ours**0.5:.4g}, PEFT's {theirs**0.5:.4g}"
     assert theirs > 0
 
 
-def test_long_prompts_in_chunks(driver: Driver, references: References) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_prompts_in_chunks(
+    drivers: Callable[[torch.dtype], Driver], dtype: torch.dtype, references: References
+) -> None:
+    driver = drivers(dtype)
     lengths = {None: (1, 129), 0: (16, 2000), 1: (128, 8000), 3: (127, 700), 5: (17,)}
     ids = {
         driver.submit(random_prompt(length, LONG_VOCAB_SIZE, seed=3), adapter, max_tokens=1, prompt_logprobs=0): adapter
@@ -149,10 +191,14 @@ def test_long_prompts_in_chunks(driver: Driver, references: References) -> None:
     for request_id, adapter in ids.items():
         scores = driver.scored(request_id)
         found.setdefault(adapter, []).append((prompts[len(scores) + 1], 1, scores))
-    check_near(found, references)
+    check_near(found, references, dtype)
 
 
-def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references: References) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_600_tokens_with_eight_adapters_and_the_base(
+    drivers: Callable[[torch.dtype], Driver], dtype: torch.dtype, references: References
+) -> None:
+    driver = drivers(dtype)
     prompts = {
         adapter: random_prompt(20 + 7 * index, LONG_VOCAB_SIZE) for index, adapter in enumerate([None, *range(8)])
     }
@@ -163,7 +209,7 @@ def test_600_tokens_with_eight_adapters_and_the_base(driver: Driver, references:
         tokens, logprobs = driver.generated(request_id)
         assert len(tokens) == 600
         found[adapter] = [(prompts[adapter] + tokens, len(prompts[adapter]), logprobs)]
-    check_near(found, references)
+    check_near(found, references, dtype)
 
 
 def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver, references: References) -> None:
@@ -191,12 +237,16 @@ def test_adapters_of_embedding_and_head_beside_others(root: Path, driver: Driver
         check_near({9: found[10]}, references)
 
 
-def test_another_adapters_numbers_are_far_off(driver: Driver, references: References) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_adapters_numbers_are_far_off(
+    drivers: Callable[[torch.dtype], Driver], dtype: torch.dtype, references: References
+) -> None:
+    driver = drivers(dtype)
     prompt = random_prompt(60, LONG_VOCAB_SIZE)
     request_id = driver.submit(prompt, 0, max_tokens=1, prompt_logprobs=0)
     driver.finish()
     with pytest.raises(AssertionError, match="ours"):
-        check_near({1: [(prompt, 1, driver.scored(request_id))]}, references)
+        check_near({1: [(prompt, 1, driver.scored(request_id))]}, references, dtype)
 
 
 def test_adapters_that_take_turns_in_a_small_tier_are_never_mixed_up(root: Path, references: References) -> None:
