@@ -28,14 +28,7 @@ IN_LAYERS = {name: config for name, config in LAYERS.items() if name not in ON_H
 """Apart, since on a GPU only these are served by captured steps."""
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices this small cost more to share out than to multiply."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=["cpu", ON_GPU])

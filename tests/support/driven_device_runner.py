@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,8 +18,9 @@ from punica_core.engine.graphs import GraphSizes
 from punica_core.engine.step_batch import BatchSizes, StepPacker
 from punica_core.lora.arena_layout import Run, lay_out
 from punica_core.lora.arena_writer import ArenaWriter
+from punica_core.lora.segments import Int32Array
 from punica_core.lora.table_modules import TableModules, largest_rank
-from punica_core.lora.table_step import TableLoRA, bind_tables
+from punica_core.lora.table_step import LoRAOrder, TableLoRA, bind_tables
 from punica_core.lora.tables import AdapterTables, Arena, is_affine, shape_of
 from punica_core.lora.vocabulary_step import VocabularyStep, slot_vocabulary
 from punica_core.lora.weights import AdapterWeights
@@ -119,6 +121,20 @@ class DrivenDeviceRunner(DrivenRunner):
             for sequence in todo:
                 if sequence.request_id in result.sampled:
                     sequence.token_ids[-1] = rest[sequence.request_id].pop(0)
+
+
+def slots_by_order(monkeypatch: pytest.MonkeyPatch) -> dict[LoRAOrder, set[int]]:
+    """By order of kernels, the slots of the adapters that steps are run with in it from now on."""
+    seen: dict[LoRAOrder, set[int]] = {order: set() for order in LoRAOrder}
+    choose = TableLoRA.order
+
+    def noting(lora: TableLoRA, row_slots: Int32Array) -> LoRAOrder:
+        order = choose(lora, row_slots)
+        seen[order].update(row_slots[row_slots >= 0].tolist())
+        return order
+
+    monkeypatch.setattr(TableLoRA, "order", noting)
+    return seen
 
 
 def table_lora(loaded: LoadedModel, adapters: Mapping[int, AdapterWeights]) -> tuple[TableLoRA, VocabularyStep]:

@@ -53,10 +53,16 @@ class DrivenRunner:
         self.adapters = dict(adapters or {})
         self.sampler = RecordingSampler()
         self.kv_cache = allocate_kv_cache(self.loaded, max_sequences * BLOCKS_EACH)
-        # Whatever lay in the memory before must not matter.
-        self.kv_cache.fill_(float("nan"))
         self.runner = ModelRunner(self.loaded, self.kv_cache, lambda slot: self.adapters[slot], self.sampler)
         self.slots: dict[int, int] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, without sequences and their logits."""
+        self.slots.clear()
+        self.sampler.logits.clear()
+        # Whatever lay in the memory before must not matter.
+        self.kv_cache.fill_(float("nan"))
 
     def sequence(self, prompt_ids: Sequence[int], slot: int = BASE_SLOT, **sampling: int) -> Running:
         """A new sequence with blocks that nobody else has, in no particular order."""

@@ -6,7 +6,7 @@ in it is known, and it can be told whether a row would pass with another's adapt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,33 +64,49 @@ def stream(length: int, vocab_size: int) -> list[int]:
 
 
 def measure(
-    build: Build, cases: Mapping[Any, Case], device: str, dtype: torch.dtype, root: Path
+    build: Build,
+    cases: Mapping[Any, Case],
+    device: str,
+    dtype: torch.dtype,
+    root: Path,
+    *,
+    batches: Sequence[Sequence[Any]] | None = None,
+    graphs: GraphSizes = GRAPHS,
 ) -> dict[Any, Precision]:
-    """Of every case, by its key; all in one batch with the base's row, prompts in chunks and decode steps."""
-    assert len(cases) <= BATCH
-    folders = [
-        save_peft_adapter(root / str(slot), build(), seed=slot, std=_std(case), dtype=case.dtype, **case.config)
-        for slot, case in enumerate(cases.values())
-    ]
-    slots = [BASE_SLOT, *range(len(folders))]
-    ends = [8 + 4 * index for index in range(len(slots))]
+    """Of every case, by its key, prompts in chunks and decode steps; all by one runner.
+
+    batches: the keys of those that are computed together, beside a row of the base; default: all. graphs: what is
+    captured on a GPU; a CPU takes only the orders of kernels from it.
+    """
+    batches = [list(cases)] if batches is None else batches
+    assert sorted(key for batch in batches for key in batch) == sorted(cases)
+    assert max(map(len, batches)) <= BATCH
+    folders = {
+        key: save_peft_adapter(root / str(slot), build(), seed=slot, std=_std(case), dtype=case.dtype, **case.config)
+        for slot, (key, case) in enumerate(cases.items())
+    }
+    ends = [8 + 4 * index for index in range(max(map(len, batches)) + 1)]
     tokens = stream(max(ends) + NEW_TOKENS, build().config.vocab_size)
-    ours = _forced(_driven(build, folders, device, dtype), slots, tokens, ends)
-    pefts = [_logits(build, folder, tokens, device, dtype) for folder in (None, *folders)]
+    driven = _driven(build, list(folders.values()), device, dtype, graphs)
+    base = _logits(build, None, tokens, device, dtype)
+    pefts = {key: _logits(build, folder, tokens, device, dtype) for key, folder in folders.items()}
+    slot_of = {key: slot for slot, key in enumerate(cases)}
     found = {}
-    for index, key in enumerate(cases, start=1):
-        place = slice(ends[index] - 1, ends[index] - 1 + NEW_TOKENS)
-        other = index % len(folders) + 1 if len(folders) > 1 else 0
-        exact, half = (logits[place] for logits in pefts[index])
-        found[key] = Precision(
-            ours=relative_error(ours[index], exact),
-            theirs=relative_error(half, exact),
-            effect=relative_error(pefts[0][0][place], exact),
-            swapped=relative_error(ours[index], pefts[other][0][place]),
-        )
-    base = slice(ends[0] - 1, ends[0] - 1 + NEW_TOKENS)
-    exact, half = (logits[base] for logits in pefts[0])
-    assert relative_error(ours[0], exact) <= LIMIT * relative_error(half, exact), "the base's own row"
+    for batch in batches:
+        driven.forget()
+        ours = _forced(driven, [BASE_SLOT, *(slot_of[key] for key in batch)], tokens, ends[: len(batch) + 1])
+        for index, key in enumerate(batch, start=1):
+            place = slice(ends[index] - 1, ends[index] - 1 + NEW_TOKENS)
+            other = pefts[batch[index % len(batch)]] if len(batch) > 1 else base
+            exact, half = (logits[place] for logits in pefts[key])
+            found[key] = Precision(
+                ours=relative_error(ours[index], exact),
+                theirs=relative_error(half, exact),
+                effect=relative_error(base[0][place], exact),
+                swapped=relative_error(ours[index], other[0][place]),
+            )
+        exact, half = (logits[ends[0] - 1 : ends[0] - 1 + NEW_TOKENS] for logits in base)
+        assert relative_error(ours[0], exact) <= LIMIT * relative_error(half, exact), "the base's own row"
     return found
 
 
@@ -102,13 +118,16 @@ def _std(case: Case) -> float:
     return float(0.1 * (8**0.5 / growth) ** 0.5)
 
 
-def _driven(build: Build, folders: list[Path], device: str, dtype: torch.dtype) -> DrivenDeviceRunner:
+def _driven(
+    build: Build, folders: list[Path], device: str, dtype: torch.dtype, graphs: GraphSizes
+) -> DrivenDeviceRunner:
     loaded = prepare(build().to(device, dtype), Path("."), build().config.max_position_embeddings)
     if device == "cuda":
         torch.cuda.synchronize()  # gains are computed beside the stream that made the base
     adapters = {slot: load_for(loaded, folder) for slot, folder in enumerate(folders)}
-    options: dict[str, Any] = {"flashinfer": True, "graphs": GRAPHS} if device == "cuda" else {}
-    return DrivenDeviceRunner(build().to(device, dtype), adapters, **options)
+    if device != "cuda":
+        graphs = GraphSizes(fused_rows=graphs.fused_rows)
+    return DrivenDeviceRunner(build().to(device, dtype), adapters, flashinfer=device == "cuda", graphs=graphs)
 
 
 def _forced(driven: DrivenDeviceRunner, slots: list[int], tokens: list[int], ends: list[int]) -> list[Tensor]:
