@@ -311,7 +311,8 @@ def test_a_call_goes_to_the_kernel_or_to_what_gives_the_same(launches, dtype, bi
     ids=["weight", "bias", "strided bias", "x"],
 )
 def test_what_the_copy_engine_cannot_read_does_not_go_to_the_kernel(launches, change: Callable[[Layer], Layer]) -> None:
-    layer = make_layer(rows_of([4, 9, 20]), bias=True, dtype=torch.bfloat16, device="cpu")
+    # With AMX torch multiplies what lies behind rows whose length is no multiple of 32, and by zero: NaN, here.
+    layer = make_layer(rows_of([4, 9, 20]), bias=True, dtype=torch.bfloat16, device="cpu", in_features=1024)
     layer.check()
     assert len(launches) == 1
     change(layer).check()
