@@ -50,7 +50,7 @@ def test_extras_are_installed_from_the_checkout_and_never_by_name() -> None:
     texts = [path for kind in ("*.md", "*.yaml") for path in ROOT.glob(f"[!.]*/**/{kind}")]
     texts += [ROOT / "README.md", ROOT / "Makefile", ROOT / "Dockerfile", *python_files()]
     hints = {path.name: path.read_text() for path in texts if "pip install" in path.read_text()}
-    assert {"README.md", "flashinfer.py", "single-gpu.yaml"} <= hints.keys()
+    assert {"README.md", "extras.py", "single-gpu.yaml"} <= hints.keys()
     assert [name for name, text in hints.items() if BY_NAME.search(text)] == []
     assert BY_NAME.search("needs FlashInfer: pip install 'punica" + "[gpu]'")
 

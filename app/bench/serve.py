@@ -23,6 +23,7 @@ from app.bench.scenario import BASE, Models, Scenario, load_scenario
 from app.bench.scenario import add_flags as add_scenario_flags
 from app.bench.summary import summarize
 from punica_core.bench import record
+from punica_core.bench.plots import say_no_picture
 from punica_core.bench.workload import PlannedRequest
 
 WARMUP_CLIENTS = 8
@@ -104,7 +105,7 @@ def save_picture(out: Path, popularity: str, run: Run, title: str) -> None:
     try:
         draw(out.with_name(name), run, title)
     except ModuleNotFoundError:
-        print("no picture: .venv/bin/pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
+        say_no_picture()
 
 
 def title_of(scenario: Scenario, popularity: str, models: Models) -> str:

@@ -7,13 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from punica_core.extras import how_to_install
+
+
+def say_no_picture() -> None:
+    """What to install for one, on stderr."""
+    print(f"no picture: {how_to_install('bench')}", file=sys.stderr)
+
 
 def save(path: Path, draw: Callable[[Any], None], title: str) -> None:
     """Let `draw` fill the axes of a new picture. Without matplotlib, says how to get it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("no picture: .venv/bin/pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
+        say_no_picture()
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     draw(figure.subplots())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from punica_core import ops
 from punica_core.errors import ConfigError
+from punica_core.extras import how_to_install
 from punica_core.model.attention import AttentionSpec
 from punica_core.model.attention_op import AttentionBatch, Lane
 from punica_core.model.staging import PinnedRing
@@ -307,7 +308,7 @@ def _module(dtype: torch.dtype, head_dim: int, has_window: bool, has_softcap: bo
     except ImportError as error:
         raise ConfigError(
             f"Serving on a GPU needs FlashInfer, which cannot be imported ({error}). In Punica's checkout: "
-            ".venv/bin/pip install -c constraints.txt -e '.[gpu]'. Or serve on the CPU: --device cpu."
+            f"{how_to_install('gpu')}. Or serve on the CPU: --device cpu."
         ) from error
     sizes = (torch.int32, head_dim, head_dim, _NO_POSITION_ENCODING, has_window, has_softcap, False)
     try:

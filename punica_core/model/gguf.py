@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig
 
 from punica_core.errors import ConfigError
+from punica_core.extras import how_to_install
 
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -57,8 +58,7 @@ def convert(gguf: Path, folder: Path) -> None:
         from gguf import GGUFReader
     except ImportError as error:
         raise ConfigError(
-            "converting the demo model needs the package gguf; in Punica's checkout: "
-            ".venv/bin/pip install -c constraints.txt -e '.[demo]'"
+            f"converting the demo model needs the package gguf; in Punica's checkout: {how_to_install('demo')}"
         ) from error
     reader = GGUFReader(gguf)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
