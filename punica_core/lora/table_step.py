@@ -155,9 +155,8 @@ class TableLoRA:
             runs = row_slots[begins]
             ranks = self._slot_rank[runs]
             limits = FEW_ROWS_FUSED if len(row_slots) <= FEW_LINEAR_ROWS else MANY_ROWS_FUSED
-            few = FusedLimits(len(runs), int(ranks.sum()), int(ranks.max()))
-            fits = all(own <= most for own, most in zip(few, limits, strict=True))
-            return best if fits else LoRAOrder.BESIDE
+            is_few = len(runs) <= limits.runs and ranks.sum() <= limits.sum_of_lora_ranks
+            return best if is_few and ranks.max() <= limits.lora_rank else LoRAOrder.BESIDE
         return best
 
     def begin(self, row_slots: Int32Array, order: LoRAOrder = LoRAOrder.BESIDE) -> None:
