@@ -38,8 +38,8 @@ def paste(command: str, url: str, key: str = "") -> subprocess.CompletedProcess[
     return subprocess.run(["sh", "-c", shell], capture_output=True, text=True, env=environment, timeout=60, check=False)
 
 
-def server(model_dir: Path, adapters_dir: Path, **settings: object) -> Iterator[str]:
-    chosen = Settings(model=str(model_dir), adapters=str(adapters_dir), enable_admin=True, **settings)  # type: ignore[arg-type]
+def server(model_dir: Path, adapters_dir: Path, api_key: str = "") -> Iterator[str]:
+    chosen = Settings(model=str(model_dir), adapters=str(adapters_dir), enable_admin=True, api_key=api_key)
     with serving(chosen, lambda: FakeEngine(model_dir=str(model_dir))) as url:
         yield url
 

@@ -21,7 +21,7 @@ from punica_core.ops import cuda
 from tests.engine.test_gpu_parity import build
 from tests.support.adapter_formats import LAYERS, VOCABULARY, Case, load_for
 from tests.support.parity_cells import DTYPES, OF_VOCABULARY, RANKS, Place, cells, rendered, settings_of
-from tests.support.precision import BATCH, LIMIT, Precision, measure
+from tests.support.precision import BATCH, HALF_PRECISION, LIMIT, Precision, assert_precise, measure
 
 ON_HEAD = {name: config for name, config in LAYERS.items() if "lm_head" in config.get("target_modules", ())}
 IN_LAYERS = {name: config for name, config in LAYERS.items() if name not in ON_HEAD}
@@ -38,12 +38,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def assert_precise(found: Mapping[Any, Precision]) -> None:
-    unproven = {case: precision for case, precision in found.items() if not precision.is_proven}
-    assert unproven == {}, "the adapter does too little to prove anything"
-    assert {case: precision for case, precision in found.items() if precision.ratio > LIMIT} == {}
-
-
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen2"])
 @pytest.mark.parametrize("configs", [IN_LAYERS, ON_HEAD, VOCABULARY], ids=["layers", "head", "vocabulary"])
 def test_every_format_is_as_near_the_reference_as_pefts(
@@ -53,15 +47,7 @@ def test_every_format_is_as_near_the_reference_as_pefts(
     assert_precise(measure(lambda: build(name), cases, device, torch.bfloat16, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        ("cpu", torch.bfloat16),
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("place", "dtype"), HALF_PRECISION, ids=str)
 def test_every_cell_of_the_table_is_as_near_the_reference_as_pefts(
     place: str, dtype: torch.dtype, tmp_path: Path, record_property: Any
 ) -> None:

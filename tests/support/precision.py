@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,6 +31,13 @@ BATCH = MAX_SEQS - 1
 NEW_TOKENS = 6
 GRAPHS = GraphSizes((2, 8, 16), (0, 8, 16), (64, 256), whole_mixed=True)
 LIMIT = 2.0
+
+HALF_PRECISION = [
+    ("cpu", torch.bfloat16),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+]
+"""Devices and the dtypes of 16 bits that they serve."""
 
 Build = Callable[[], PreTrainedModel]
 
@@ -61,6 +69,13 @@ def stream(length: int, vocab_size: int) -> list[int]:
     """Has the tokens whose rows some adapters train (3, 5, 9) in every piece of four."""
     drawn = random_prompt(length, vocab_size)
     return [(3, 5, 9)[i // 4 % 3] if i % 4 == 0 else token for i, token in enumerate(drawn)]
+
+
+def assert_precise(found: Mapping[Any, Precision]) -> None:
+    """Fail for any that another's adapter would pass as, or that is further from fp32 than LIMIT times PEFT."""
+    unproven = {case: precision for case, precision in found.items() if not precision.is_proven}
+    assert unproven == {}, "the adapter does too little to prove anything"
+    assert {case: precision for case, precision in found.items() if precision.ratio > LIMIT} == {}
 
 
 def measure(
