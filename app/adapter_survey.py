@@ -1,7 +1,7 @@
 """What the headers of adapters tell before anybody asks for one: which of them will be refused.
 
-Headers are read while the worker starts. Whether they fit the base model is looked at when the worker is ready, since
-it is the worker who knows the base's shapes.
+They are looked at as soon as the worker has told the base's shapes, while it reads the weights; a start does not wait
+for it. What is left when the server is ready is looked at beside its requests.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from punica_core.adapters.files import CONFIG_NAME
-from punica_core.adapters.overview import look_at
+from punica_core.adapters.kinds import KnownKinds
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.adapters.report import AdapterParts, check_base_fits
 from punica_core.adapters.shapes import ModelShapes
-from punica_core.errors import AdapterError, ModelNotFound
+from punica_core.errors import ModelNotFound
+from punica_core.protocol import Progress
 
 log = logging.getLogger(__name__)
 
 SURVEY_SECONDS = 2.0
-"""A start that is quicker waits no longer for the survey of its adapters."""
+"""The words of a server that is ready wait so long at most for the survey of its adapters; its requests never do."""
 MAX_LOGGED = 20
 """Refusals that are logged one by one."""
+_REST = 4
+"""Beside requests it rests so many times as long as it works: for these the front end has one interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +41,40 @@ class SurveyThread:
     """`survey_adapters` on a thread. A start does not depend on it, nor does an end: a file on a dead mount may hold it
     for ever, and what goes wrong in it is in the log."""
 
-    def __init__(self, registry: AdapterRegistry, max_lora_rank: int) -> None:
-        self._arguments = registry, max_lora_rank
-        self._base_known = threading.Event()
+    def __init__(self, max_lora_rank: int) -> None:
+        self._max_lora_rank = max_lora_rank
         self._base: ModelShapes | None = None
+        self._base_known = threading.Event()
+        self._beside_requests = threading.Event()
         self._ended = threading.Event()
-        self._survey = Survey(complete=False)
-        threading.Thread(target=self._run, name="adapter-survey", daemon=True).start()
+        self._refused: set[str] = set()
 
-    def _run(self) -> None:
-        self._survey = survey_adapters(*self._arguments, self._wait_for_base)
+    def begin(self, registry: AdapterRegistry) -> None:
+        """Look at these adapters once the base is known."""
+        threading.Thread(target=self._run, args=(registry,), name="adapter-survey", daemon=True).start()
+
+    def on_progress(self, progress: Progress) -> None:
+        """The worker's start has come so far: it may have told the base's shapes."""
+        if progress.shapes is not None and not self._base_known.is_set():
+            self._base = progress.shapes
+            self._base_known.set()
+
+    def _run(self, registry: AdapterRegistry) -> None:
+        self._base_known.wait()
+        survey_adapters(registry, self._base, self._max_lora_rank, self._refused, self._rest)
         self._ended.set()
 
-    def _wait_for_base(self) -> ModelShapes | None:
-        self._base_known.wait()
-        return self._base
+    def _rest(self, worked: float) -> None:
+        if self._beside_requests.is_set():
+            time.sleep(_REST * worked)
 
-    def result(self, base: ModelShapes | None, seconds: float = SURVEY_SECONDS) -> Survey:
-        """What was found; waits so long at most. base: what adapters must fit, None if the engine does not tell."""
-        self._base = base
+    def result(self, seconds: float = SURVEY_SECONDS) -> Survey:
+        """What was found; waits so long at most, and has the rest looked at beside requests. Call it when the worker
+        is ready: if it has not told the base's shapes by then it never will, and what fits them is not looked at."""
         self._base_known.set()
-        self._ended.wait(seconds)
-        return self._survey
-
-
-class _Refusals:
-    """Names of refused adapters. The reasons of the first are logged, the others counted."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def add(self, name: str, reason: str) -> None:
-        self.names.add(name)
-        if len(self.names) <= MAX_LOGGED:
-            log.warning("Adapter %r is refused: %s", name, reason)
-
-    def end(self) -> frozenset[str]:
-        if len(self.names) > MAX_LOGGED:
-            log.warning(
-                "%d more adapters are refused; `punica adapters list --model` says why.", len(self.names) - MAX_LOGGED
-            )
-        return frozenset(self.names)
+        complete = self._ended.wait(seconds)
+        self._beside_requests.set()
+        return Survey(frozenset(self._refused), complete)
 
 
 def _samples(names: list[str]) -> str:
@@ -89,42 +84,29 @@ def _samples(names: list[str]) -> str:
 
 def survey_adapters(
     registry: AdapterRegistry,
+    base: ModelShapes | None,
     max_lora_rank: int,
-    wait_for_base: Callable[[], ModelShapes | None] = lambda: None,
-    seconds: float = SURVEY_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> Survey:
-    """Look at the adapters' headers, then at whether they fit the base, each for so long at most, and log why some will
-    be refused. wait_for_base: gives the base's shapes when they are known, None if they never will be."""
-    refusals = _Refusals()
-    sound: list[tuple[str, AdapterParts]] = []
-    complete = True
-    until = clock() + seconds
+    refused: set[str],
+    rest: Callable[[float], None] = lambda worked: None,
+) -> None:
+    """Look at the headers of all adapters, add to `refused` the names of those that will be, and log the reasons of the
+    first. base: what they must fit, None if the engine does not tell. rest: called after each adapter with the seconds
+    that it took."""
+    kinds = KnownKinds(base, max_lora_rank)
     for name in registry.names():
-        if clock() >= until:
-            complete = False
-            break
+        began = time.monotonic()
         try:
-            report, parts = look_at(registry, name, None, max_lora_rank)
+            reason = kinds.refusal(registry, name)
         except (ModelNotFound, TimeoutError):  # gone, or somebody else waits for its files already
             continue
-        if parts is None:
-            refusals.add(name, report.reason)
-        else:
-            sound.append((name, parts))
+        if reason:
+            refused.add(name)
+            if len(refused) <= MAX_LOGGED:
+                log.warning("Adapter %r is refused: %s", name, reason)
+        rest(time.monotonic() - began)
     no_config = registry.names_without_config()
     if no_config:
         log.warning("Without %s, and so no adapters: %s.", CONFIG_NAME, _samples(no_config))
-    base = wait_for_base()
-    until = clock() + seconds
-    for name, parts in sound:
-        if base is None:
-            break
-        if clock() >= until:
-            complete = False
-            break
-        try:
-            check_base_fits(parts, base, max_lora_rank)
-        except AdapterError as error:
-            refusals.add(name, error.message)
-    return Survey(refusals.end(), complete)
+    more = len(refused) - MAX_LOGGED
+    if more > 0:
+        log.warning("%d more adapters are refused; `punica adapters list --model` says why.", more)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args, get_origin
 
@@ -26,6 +26,7 @@ from app.settings import Settings
 from app.start_watch import StartWatch, call_watched
 from punica_core.client import EngineClient, WorkerClient
 from punica_core.errors import ConfigError, PunicaError
+from punica_core.protocol import Progress
 from punica_core.stdout import until_unread
 
 log = logging.getLogger("app.cli")  # also where this is the program
@@ -185,10 +186,16 @@ def _notice_vanished_clients(listener: socket.socket, seconds: float) -> None:
 async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> None:
     host, port = listener.getsockname()[:2]
     with Spinner() as spinner:
+        surveying = SurveyThread(chosen.max_lora_rank)
+
+        def on_progress(progress: Progress) -> None:
+            spinner.on_progress(progress)
+            surveying.on_progress(progress)
+
         watch = StartWatch(chosen.start_timeout, "looking at the files and folders that the settings name")
-        service = await watch.wait_for(on_daemon_thread(lambda: Service(chosen, connect, spinner.on_progress)))
+        service = await watch.wait_for(on_daemon_thread(lambda: Service(chosen, connect, on_progress)))
         service.begin_start()
-        surveying = SurveyThread(service.registry, chosen.max_lora_rank)  # it reads headers while the worker starts
+        surveying.begin(service.registry)
         # Importing FastAPI takes a second or two: the worker imports torch meanwhile.
         main_module = await asyncio.to_thread(importlib.import_module, "app.main")
         from app.http_protocol import http_protocol  # imports what FastAPI has imported by now
@@ -212,9 +219,12 @@ async def _run(chosen: Settings, listener: socket.socket, connect: Connect) -> N
                 server_header=False,
                 timeout_graceful_shutdown=int(chosen.drain_timeout) + 5,
             )
-            survey = await asyncio.to_thread(surveying.result, service.layout.shapes)
-            needs_key = not service.keys.is_open
-            ready = ready_text(await service.all_names(), host, port, needs_key=needs_key, survey=survey)
+
+            async def ready() -> str:
+                survey = await asyncio.to_thread(surveying.result)
+                names, needs_key = await service.all_names(), not service.keys.is_open
+                return ready_text(names, host, port, needs_key=needs_key, survey=survey)
+
             server = Server(config, service, ready)
             if chosen.api_keys_file:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.keys.ask_reload)
@@ -229,13 +239,14 @@ class Server(uvicorn.Server):
     again) no new work is taken, and what runs ends within drain_timeout.
 
     A second signal ends it at once. The process's exit code is 0 after a drain: signals are not raised again.
-    ready: printed once connections are accepted.
+    ready: gives what is printed once connections are accepted, and may take a while.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], Awaitable[str]]) -> None:
         super().__init__(config)
         self._service = service
         self._ready = ready
+        self._saying: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -246,9 +257,14 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            say(self._ready)
+            self._saying = asyncio.create_task(self._say_ready(), name="ready")
+
+    async def _say_ready(self) -> None:
+        say(await self._ready())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._saying is not None:
+            self._saying.cancel()
         self._drain = asyncio.create_task(self._service.finish_drain())
         await super().shutdown(sockets)
         self._drain.cancel()

@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from punica_core.adapters.shapes import ModelShapes
 from punica_core.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -124,7 +123,6 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: rows of the output head (V); a token id must be below it.
     eos_token_ids: ids that end a sequence unless `ignore_eos`.
     num_blocks / block_size: KV blocks and tokens per block.
-    shapes: what adapters must fit, None if it is not told.
     """
 
     model_dir: str
@@ -141,4 +139,3 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
     adapter_gpu_bytes: int = 0
     torch_version: str = ""
     transformers_version: str = ""
-    shapes: ModelShapes | None = None

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from punica_core.adapters.shapes import ModelShapes
 from punica_core.config import EngineConfig, EngineLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 MAX_LOGPROBS = 1 << 22
 """Log-probabilities that one sequence, and one request over all its sequences, may be given: of scored prompt tokens
@@ -295,10 +296,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A long step of the start: what is being done, and how far it is (0 to 1)."""
+    """A long step of the start: what is being done, and how far it is (0 to 1).
+
+    shapes: what adapters must fit, told once, as soon as it is known.
+    """
 
     what: str
     fraction: float = 0.0
+    shapes: ModelShapes | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

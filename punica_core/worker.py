@@ -188,11 +188,15 @@ def _build(channel: Channel, config: EngineConfig) -> tuple[Engine, EngineLayout
     channel.send(protocol.Progress("importing torch", 0.0))
     gc.disable()  # what an import makes lives for ever: looking through it again and again takes a second or two
     from punica_core.engine.build import build_engine  # imports torch: after the first sign of life
+    from punica_core.model.loader import LOADING
 
     gc.freeze()
     gc.enable()
     built = build_engine(
-        config, lambda what, fraction: channel.send(protocol.Progress(what, fraction)), channel.wake.set
+        config,
+        lambda what, fraction: channel.send(protocol.Progress(what, fraction)),
+        channel.wake.set,
+        on_shapes=lambda shapes: channel.send(protocol.Progress(LOADING, 0.0, shapes)),
     )
     gc.collect()
     gc.freeze()  # the model lives as long: no collection between two steps need look through it

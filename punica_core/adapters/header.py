@@ -53,6 +53,11 @@ def read_header(file: SourceFile) -> dict[str, TensorEntry]:
     Raises AdapterInvalid (damaged, truncated, no tensors), AdapterUnsupported (pickle, other element types),
     AdapterTooLarge (header beyond the bounds of this module).
     """
+    return parse_header(raw_header(file), file.size, file.name)
+
+
+def raw_header(file: SourceFile) -> bytes:
+    """The JSON of a safetensors file, unread. Raises what `read_header` raises."""
     if file.size == 0:
         raise AdapterInvalid(f"{file.name} has no weights: it is empty (0 bytes). Is it still being written?")
     prefix = file.read(0, min(file.size, LENGTH_BYTES + 1))
@@ -69,7 +74,7 @@ def read_header(file: SourceFile) -> dict[str, TensorEntry]:
         raise AdapterInvalid(
             f"{file.name} is truncated: its header ends at byte {LENGTH_BYTES + length}, the file at {file.size}."
         )
-    return parse_header(file.read(LENGTH_BYTES, length), file.size, file.name)
+    return file.read(LENGTH_BYTES, length)
 
 
 def parse_header(raw: bytes, file_size: int, file_name: str) -> dict[str, TensorEntry]:

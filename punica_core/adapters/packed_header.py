@@ -89,6 +89,20 @@ def read_packed_header(file: SourceFile) -> tuple[PackedHeader, bytes]:
     Raises AdapterUnsupported for another version, AdapterInvalid for anything damaged, AdapterTooLarge beyond the
     bounds of this module.
     """
+    head, end = raw_head(file)
+    header = _parse(parse_json_object(head[_PREFIX_BYTES:end], file.name), file.name)
+    start = len(head)
+    if start + header.data_bytes != file.size:
+        fault = "is truncated" if start + header.data_bytes > file.size else "has something behind its elements"
+        raise AdapterInvalid(
+            f"{file.name} {fault}: its elements end at byte {start + header.data_bytes}, the file at {file.size}."
+        )
+    return header, head
+
+
+def raw_head(file: SourceFile) -> tuple[bytes, int]:
+    """The bytes of a packed file before its elements, unread, and where its header ends in them. Raises what
+    `read_packed_header` raises."""
     if file.size < _PREFIX_BYTES:
         raise AdapterInvalid(f"{file.name} is truncated: {file.size} bytes cannot hold the header of a packed adapter.")
     prefix = file.read(0, _PREFIX_BYTES)
@@ -114,13 +128,7 @@ def read_packed_header(file: SourceFile) -> tuple[PackedHeader, bytes]:
     head = file.read(0, start)
     if any(head[end:]):
         raise AdapterInvalid(f"{file.name}: there is something between its header and its elements.")
-    header = _parse(parse_json_object(head[_PREFIX_BYTES:end], file.name), file.name)
-    if start + header.data_bytes != file.size:
-        fault = "is truncated" if start + header.data_bytes > file.size else "has something behind its elements"
-        raise AdapterInvalid(
-            f"{file.name} {fault}: its elements end at byte {start + header.data_bytes}, the file at {file.size}."
-        )
-    return header, head
+    return head, end
 
 
 def elements_of(file_name: str, header: PackedHeader, start: int) -> TensorEntry:

@@ -139,14 +139,6 @@ def inspect_ref(
     return report, parts
 
 
-def check_base_fits(parts: AdapterParts, shapes: Shapes, max_lora_rank: int) -> None:
-    """Raise the AdapterError with which a base of these shapes refuses what was inspected without one."""
-    if parts.header is not None:
-        check_base(parts.header, shapes, max_lora_rank)
-    elif parts.manifest is not None:
-        fit_adapter(parts.manifest, shapes, max_lora_rank)
-
-
 Steps = Iterator[tuple[AdapterReport, AdapterParts]]
 """What is known after each step of the reading: an error ends it, and the last report stands."""
 

@@ -41,16 +41,18 @@ def build_engine(
     on_progress: Callable[[str, float], None],
     on_adapter_loaded: Callable[[], None],
     open_adapter: OpenAdapter | None = None,
+    on_shapes: Callable[[ModelShapes], None] = lambda shapes: None,
 ) -> tuple[Engine, EngineLayout]:
     """Load the model, plan the memory, wire the parts. Raises ConfigError when that cannot work.
 
     on_adapter_loaded is called on a reader thread whenever an adapter load has ended. open_adapter: where adapters come
-    from, by default their folders; benchmarks make them in memory.
+    from, by default their folders; benchmarks make them in memory. on_shapes: told what adapters must fit, before the
+    weights are read.
     """
     device = resolve_device(config)
     if device.type == "cpu":
         refuse_unused(config)
-    loaded = load_model(config, on_progress, device)
+    loaded = load_model(config, on_progress, device, on_shapes)
     on_tables = device.type == "cuda" and runs_on_tables(config, loaded)
     free_bytes = free_host_bytes()
     adapter_bytes = config.adapter_host_bytes or int(free_bytes * ADAPTER_FRACTION)
@@ -139,7 +141,6 @@ def layout_of(loaded: LoadedModel, num_blocks: int, host_bytes: int, gpu_bytes: 
         adapter_gpu_bytes=gpu_bytes,
         torch_version=str(torch.__version__),
         transformers_version=str(transformers.__version__),
-        shapes=loaded.module_shapes,
     )
 
 

@@ -37,7 +37,8 @@ Progress = Callable[[str, float], None]
 CPU = torch.device("cpu")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LOADING = "loading the model's weights"
+LOADING = "loading the model's weights"
+"""The step of the start in which the weights are read."""
 _LOADED = 0.8
 """Share of the loading that is done when the weights are there."""
 _WEIGHT_FILES = "*.safetensors"
@@ -85,8 +86,12 @@ def load_model(
     config: EngineConfig,
     on_progress: Progress = lambda what, fraction: None,
     device: torch.device = CPU,
+    on_shapes: Callable[[ModelShapes], None] = lambda shapes: None,
 ) -> LoadedModel:
-    """Load `config.model` onto `device`. Raises `ConfigError` if it isn't there or cannot be served correctly."""
+    """Load `config.model` onto `device`. on_shapes: told what adapters must fit, before the weights are read.
+
+    Raises `ConfigError` if it isn't there or cannot be served correctly.
+    """
     if device.type == "cpu":
         logger.info("torch uses %d threads", limit_threads())
     model_dir = resolve_model_dir(config.model, on_progress, with_weights=config.load_format != "dummy")
@@ -94,14 +99,15 @@ def load_model(
     check_supported(hf_config)
     limit = max_model_len(hf_config, config.max_model_len)
     dtype = resolve_dtype(config, hf_config, device)
-    on_progress(_LOADING, 0.0)
+    on_progress(LOADING, 0.0)
     model = load_weights(
         model_dir,
         hf_config,
         dtype,
         device,
-        lambda fraction: on_progress(_LOADING, _LOADED * fraction),
+        lambda fraction: on_progress(LOADING, _LOADED * fraction),
         config.load_format,
+        lambda built: on_shapes(model_shapes(built)),
     )
     on_progress("checking the model", _LOADED)
     return prepare(model, model_dir, limit)

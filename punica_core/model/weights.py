@@ -43,15 +43,18 @@ def load_weights(
     device: torch.device,
     on_progress: Callable[[float], None] = lambda fraction: None,
     load_format: LoadFormat = "auto",
+    on_built: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
     """The causal language model of `hf_config` on `device`, its weights in `dtype`, for inference.
 
     load_format "dummy": matrices from N(0, 0.02²), always the same ones; vectors as the model initialises them (norms
     1, biases 0). Needs no weight files.
-    on_progress: called on this thread with the share of the weights that is there, 0 to 1.
+    on_progress: called on this thread with the share of the weights that is there, 0 to 1. on_built: called with the
+    model before it has any.
     Raises ConfigError, by name, for tensors that the folder lacks or has in another shape: none is made up.
     """
     model = _build_without_memory(hf_config, dtype)
+    on_built(model)
     if load_format == "dummy":
         _give_memory(model, device)
         _fill_with_noise(model, device)

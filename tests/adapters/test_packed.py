@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from punica_core.adapters.format import ModelShapes
+from punica_core.adapters.kinds import kind_of
 from punica_core.adapters.packed_header import MAGIC, MAX_HEADER_BYTES, PAGE_BYTES
 from punica_core.adapters.registry import AdapterRegistry
 from punica_core.errors import (
@@ -77,6 +78,14 @@ def assert_equal(one: AdapterWeights, other: AdapterWeights) -> None:
         assert module.scale == twin.scale
         assert (module.bias is None) == (twin.bias is None)
         assert module.bias is None or torch.equal(module.bias, twin.bias)
+
+
+def test_two_that_differ_in_numbers_alone_are_of_one_kind(packed: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "twin.punica"
+    twin.write_bytes(packed.read_bytes()[:-4] + b"more")
+    assert kind_of(packed_ref(twin)) == kind_of(packed_ref(packed))
+    other = pack(save_peft_adapter(tmp_path / "other", r=3), tmp_path / "other.punica", tiny_llama())
+    assert kind_of(packed_ref(other)) != kind_of(packed_ref(packed))
 
 
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS.keys())

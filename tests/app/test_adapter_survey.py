@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from app.adapter_survey import MAX_LOGGED, Survey, SurveyThread, survey_adapters
+from punica_core.adapters import kinds
 from punica_core.adapters.registry import AdapterRegistry
+from punica_core.adapters.report import AdapterReport, inspect_ref
 from punica_core.adapters.shapes import ModelShapes
-from punica_core.protocol import AdapterRef
+from punica_core.errors import AdapterError, AdapterInvalid, AdapterMismatch
+from punica_core.protocol import AdapterRef, Progress
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 
@@ -33,9 +37,14 @@ def registry_of(root: Path) -> AdapterRegistry:
     return AdapterRegistry(root, ())
 
 
+def refused_of(registry: AdapterRegistry, base: ModelShapes | None = None, max_lora_rank: int = 256) -> set[str]:
+    refused: set[str] = set()
+    survey_adapters(registry, base, max_lora_rank, refused)
+    return refused
+
+
 def test_refused_adapters_are_found_and_their_reasons_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    survey = survey_adapters(registry_of(tmp_path), 256)
-    assert (survey.refused, survey.complete) == ({"broken", "pickled"}, True)
+    assert refused_of(registry_of(tmp_path)) == {"broken", "pickled"}
     assert len(caplog.messages) == 2
     assert any("'pickled'" in message and "punica adapters convert" in message for message in caplog.messages)
 
@@ -45,8 +54,7 @@ def test_folders_without_a_config_are_told_of_once(tmp_path: Path, caplog: pytes
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "weights" / "adapter_model.safetensors").write_bytes(b"")
     shutil.copytree(EXAMPLES / "sentiment", tmp_path / "other" / "sentiment")
-    survey = survey_adapters(AdapterRegistry(tmp_path, ()), 256)
-    assert survey == Survey(), "they are not among the adapters, good or refused"
+    assert not refused_of(AdapterRegistry(tmp_path, ())), "they are not among the adapters, good or refused"
     (told,) = caplog.messages
     assert told == "Without adapter_config.json, and so no adapters: 'empty', 'org/empty', 'weights'."
 
@@ -73,22 +81,80 @@ def test_what_does_not_fit_the_base_is_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, base: ModelShapes | None, max_lora_rank: int, reason: str
 ) -> None:
     shutil.copytree(EXAMPLES / "sentiment", tmp_path / "sentiment")
-    survey = SurveyThread(AdapterRegistry(tmp_path, ()), max_lora_rank).result(base, seconds=30)
-    assert survey == Survey(frozenset({"sentiment"} if reason else ()))
+    surveying = SurveyThread(max_lora_rank)
+    surveying.begin(AdapterRegistry(tmp_path, ()))
+    surveying.on_progress(Progress("importing torch"))
+    surveying.on_progress(Progress("loading", shapes=base))
+    assert surveying.result(seconds=30) == Survey(frozenset({"sentiment"} if reason else ()))
     assert [reason in message and "'sentiment'" in message for message in caplog.messages] == [True] * bool(reason)
 
 
-@pytest.mark.parametrize(("late", "found"), [(False, True), (True, False)])
-def test_the_look_at_the_base_ends_in_time_too(tmp_path: Path, late: bool, found: bool) -> None:
-    times = [0.0, *([0.0] * 3), 10.0, 13.0 if late else 11.0]  # of a start, three adapters, and the same with the base
-    survey = survey_adapters(registry_of(tmp_path), 256, lambda: base_of(768), seconds=2, clock=iter(times).__next__)
-    assert ("sentiment" in survey.refused, survey.complete) == (found, found)
+def test_adapters_are_looked_at_before_the_worker_is_ready(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    surveying = SurveyThread(256)
+    surveying.begin(registry_of(tmp_path))
+    time.sleep(0.05)
+    assert not caplog.messages, "without the base's shapes it is too early"
+    surveying.on_progress(Progress("loading", shapes=base_of(768)))
+    assert surveying._ended.wait(30)
+    assert sorted(message.split("'")[1] for message in caplog.messages) == ["broken", "pickled", "sentiment"]
 
 
-def test_it_ends_in_time_and_says_that_it_has_not_seen_all(tmp_path: Path) -> None:
-    ticks = itertools.count()
-    survey = survey_adapters(registry_of(tmp_path), 256, seconds=2.5, clock=lambda: float(next(ticks)))
-    assert (survey.refused, survey.complete) == ({"broken", "pickled"}, False)
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the adapters whose headers were parsed."""
+    names: list[str] = []
+
+    def noted(ref: AdapterRef, *arguments: object) -> object:
+        names.append(ref.name)
+        return inspect_ref(ref, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kinds, "inspect_ref", noted)
+    return names
+
+
+def test_of_adapters_whose_headers_say_the_same_one_is_parsed(tmp_path: Path, inspected: list[str]) -> None:
+    for name in "abcd":
+        shutil.copytree(EXAMPLES / "sentiment", tmp_path / name)
+    with (tmp_path / "b" / "adapter_model.safetensors").open("r+b") as weights:
+        weights.seek(-8, os.SEEK_END)
+        weights.write(b"numbers!")
+    config = tmp_path / "c" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 16', '"r": 8'))
+    with (tmp_path / "d" / "adapter_model.safetensors").open("ab") as weights:
+        weights.write(b"more")
+    assert refused_of(AdapterRegistry(tmp_path, ())) == {"c", "d"}
+    assert inspected == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(("error", "looks"), [(AdapterMismatch, ["a"]), (AdapterInvalid, ["a", "b"])])
+def test_what_may_be_wrong_with_one_alone_is_not_said_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[AdapterError], looks: list[str]
+) -> None:
+    inspected: list[str] = []
+
+    def refuse(ref: AdapterRef, *arguments: object) -> object:
+        inspected.append(ref.name)
+        return AdapterReport(ref.name, ref.path).refused(error("no")), None
+
+    monkeypatch.setattr(kinds, "inspect_ref", refuse)
+    for name in "ab":
+        shutil.copytree(EXAMPLES / "sentiment", tmp_path / name)
+    assert refused_of(AdapterRegistry(tmp_path, ()), base_of(768)) == {"a", "b"}
+    assert inspected == looks
+
+
+def test_beside_requests_it_rests_after_each_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("app.adapter_survey.time.sleep", rests.append)
+    for beside, expected in ((False, 0), (True, 3)):
+        surveying = SurveyThread(256)
+        if beside:
+            surveying.result(seconds=0)
+        else:
+            surveying.on_progress(Progress("loading", shapes=base_of(576)))
+        surveying.begin(AdapterRegistry(tmp_path, ()) if beside else registry_of(tmp_path))
+        assert surveying._ended.wait(30)
+        assert len(rests) == expected
 
 
 def test_nobody_waits_for_files_that_never_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +167,11 @@ def test_nobody_waits_for_files_that_never_come(tmp_path: Path, monkeypatch: pyt
         return resolve(registry, name)
 
     monkeypatch.setattr(AdapterRegistry, "resolve", held)
-    surveying = SurveyThread(registry, 256)
-    assert surveying.result(None, seconds=0.1) == Survey(complete=False)
+    surveying = SurveyThread(256)
+    surveying.begin(registry)
+    assert surveying.result(seconds=0.1) == Survey(frozenset({"broken"}), complete=False)
     mounted.set()
-    assert surveying.result(None, seconds=30).refused == {"broken", "pickled"}
+    assert surveying.result(seconds=30) == Survey(frozenset({"broken", "pickled"}))
 
 
 def test_of_many_refusals_the_first_are_logged_and_the_rest_counted(
@@ -112,7 +179,6 @@ def test_of_many_refusals_the_first_are_logged_and_the_rest_counted(
 ) -> None:
     for index in range(MAX_LOGGED + 3):
         write_refused(tmp_path, f"a{index:02}")
-    survey = survey_adapters(AdapterRegistry(tmp_path, ()), 256)
-    assert len(survey.refused) == MAX_LOGGED + 3
+    assert len(refused_of(AdapterRegistry(tmp_path, ()))) == MAX_LOGGED + 3
     assert len(caplog.messages) == MAX_LOGGED + 1
     assert caplog.messages[-1].startswith("3 more adapters")

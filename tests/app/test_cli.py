@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
+import uvicorn
 
 from app import cli, demo
 from app.adapter_survey import Survey
 from app.banner import CLEAR_LINE, Spinner, ready_text
+from app.service import Service
 from app.settings import Settings, all_keys, load
 from punica_core.errors import ConfigError
 from punica_core.protocol import Progress
@@ -279,3 +283,28 @@ def test_a_server_that_cannot_listen_is_not_ready() -> None:
             cli._listen(first, chosen, 5)
             with pytest.raises(ConfigError, match="Cannot listen on"):
                 cli._listen(second, chosen, 5)
+
+
+async def test_requests_do_not_wait_for_the_lines_that_say_ready() -> None:
+    class Idle:
+        async def finish_drain(self) -> None:
+            pass
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
+
+    async def never() -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with cli._bind(Settings(port=0)) as listener:
+        cli._listen(listener, Settings(), 5)
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        server = cli.Server(config, cast(Service, Idle()), never)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        assert answer.status_code == 204
+        server.should_exit = True
+        await asyncio.wait_for(serving, 30)

@@ -13,6 +13,7 @@ from punica_core.engine import build
 from punica_core.engine.build import build_engine, refuse_unused, resolve_device
 from punica_core.engine.runner import LORA_LAYOUT_BYTES, lora_layout_bytes
 from punica_core.errors import ConfigError
+from punica_core.model.loader import LOADING
 from punica_core.model.shapes import model_shapes
 from tests.support.peft_adapters import tiny_llama
 
@@ -69,15 +70,22 @@ def test_what_is_set_aside_for_adapters_as_they_are_computed_is_no_room_for_kv(
     assert layout.num_blocks == num_blocks
 
 
-def test_the_front_end_is_told_what_adapters_must_fit(tmp_path: Path) -> None:
+def test_the_front_end_is_told_what_adapters_must_fit_before_the_weights_are_read(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path)
-    _engine, layout = build_engine(
-        EngineConfig(model=str(tmp_path), device="cpu", kv_tokens=512), lambda what, fraction: None, lambda: None
+    events: list[protocol.Progress] = []
+    build_engine(
+        EngineConfig(model=str(tmp_path), device="cpu", kv_tokens=512),
+        lambda what, fraction: events.append(protocol.Progress(what, fraction)),
+        lambda: None,
+        on_shapes=lambda shapes: events.append(protocol.Progress(LOADING, 0.0, shapes)),
     )
-    event = protocol.decode_event(protocol.encode(protocol.Ready(layout))[4:])
-    assert isinstance(event, protocol.Ready)
-    told, built = event.layout.shapes, model_shapes(model)
+    place = next(place for place, event in enumerate(events) if event.shapes is not None)
+    assert [event.fraction for event in events if event.what == LOADING][-1] > 0.0
+    assert all(event.fraction == 0.0 for event in events[:place]), "some of the weights were there"
+    event = protocol.decode_event(protocol.encode(events[place])[4:])
+    assert isinstance(event, protocol.Progress)
+    told, built = event.shapes, model_shapes(model)
     assert told is not None
     assert {name: getattr(told, name) for name in told.__dataclass_fields__} == {
         name: getattr(built, name) for name in built.__dataclass_fields__
