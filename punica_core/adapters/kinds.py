@@ -26,8 +26,8 @@ class KnownKinds:
         self._verdicts: dict[bytes, str] = {}  # "": served
 
     def refusal(self, registry: AdapterRegistry, name: str) -> str:
-        """Why the adapter is refused, "" if it is not. What may be wrong with the files of one alone, since somebody was
-        writing them or a disk did not give them, says nothing of others.
+        """Why the adapter is refused, "" if it is not. What may be wrong with the files of one alone, since somebody
+        was writing them or a disk did not give them, says nothing of others.
 
         Raises ModelNotFound if it has gone, TimeoutError if somebody else waits for its files already.
         """
