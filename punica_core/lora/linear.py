@@ -18,6 +18,9 @@ long on an AMD EPYC (half as long at 12 rows)."""
 
 ONEDNN_ROWS = (8, 12, 16, 24, 32, 48, FEW_ROWS)
 
+READ_TOGETHER = 32
+"""Elements of a bfloat16 row that a CPU with AMX multiplies at once."""
+
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -26,10 +29,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // x.size(-1)
     plain = x.is_cuda or torch.compiler.is_compiling()  # first: what asks the processor is not to be compiled
     if plain or not 0 < rows <= FEW_ROWS or not prefers_left_weight():
-        return functional.linear(x, weight, bias)
+        return functional.linear(spaced(x), weight, bias)
     if rows <= LEFT_ROWS or torch.is_grad_enabled() or not x.dtype == weight.dtype == torch.float32:
         return left_linear(x, weight, bias)
     return onednn_linear(x, weight, bias) if has_onednn() else left_linear(x, weight, bias)
+
+
+def spaced(x: Tensor) -> Tensor:
+    """x [..., I] as the left operand of a product: where torch would read beyond rows, a copy with zeros behind each.
+
+    In bfloat16 with AMX it multiplies whole numbers of READ_TOGETHER elements (torch 2.13), of what follows a row as
+    well, and that by zero: NaN and Inf of the next row, which may be another request's, would make this one NaN.
+    """
+    if not x.is_cpu or x.dtype != torch.bfloat16 or not is_read_beyond(x.size(-1)):
+        return x
+    return functional.pad(x, (0, -x.size(-1) % READ_TOGETHER))[..., : x.size(-1)]
+
+
+def is_read_beyond(width: int) -> bool:
+    """Whether rows of so many bfloat16 elements are read beyond their ends. Short ones of an even length are not."""
+    return width % READ_TOGETHER != 0 and (width > READ_TOGETHER or width % 2 != 0)
 
 
 def left_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

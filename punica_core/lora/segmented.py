@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from punica_core.lora.layers import LinearGroup, StepEmbedding, StepLoRA
+from punica_core.lora.linear import READ_TOGETHER, is_read_beyond, spaced
 from punica_core.lora.plan import Segment
 from punica_core.lora.vocabulary import SegmentedEmbedding, SegmentedHead, changes_embedding, changes_head
 from punica_core.lora.weights import AdapterWeights
@@ -22,7 +23,8 @@ from punica_core.lora.weights import AdapterWeights
 
 @dataclass(frozen=True, slots=True)
 class _SliceExpand:
-    """y[:, outputs] += scale · v[:, columns] · b. b: [R, O], contiguous."""
+    """y[:, outputs] += scale · v[:, columns] · b. b: [R, O], contiguous. v has columns of zeros behind these where a
+    product would read beyond its rows (`spaced`)."""
 
     columns: slice
     outputs: slice
@@ -43,11 +45,13 @@ class _SliceAffine:
 class _GroupWeights:
     """One adapter's part in a group. a_t: [I, ΣR], a transposed view; slices: those that the adapter changes.
 
-    affine: those that have a gain or a bias, mostly none.
+    is_one: there is one slice, which takes all of v and changes all of y. affine: those that have a gain or a bias,
+    mostly none.
     """
 
     a_t: Tensor
     slices: tuple[_SliceExpand, ...]
+    is_one: bool
     affine: tuple[_SliceAffine, ...]
 
 
@@ -130,9 +134,9 @@ class _SegmentedStep:
             weights = adapter.groups[group.index]
             if weights is None:
                 continue
-            v = torch.mm(x[rows], weights.a_t)
+            v = torch.mm(spaced(x[rows]), weights.a_t)
             out = y[rows]
-            if len(group.paths) == 1:  # nothing to cut out, so two views fewer
+            if weights.is_one:  # nothing to cut out, so two views fewer
                 part = weights.slices[0]
                 out.addmm_(v, part.b, alpha=part.scale)
             else:
@@ -181,7 +185,22 @@ def _fuse_group(group: LinearGroup, adapter: AdapterWeights, device: torch.devic
         offset += width
     if not parts:
         return None
-    return _GroupWeights(torch.cat(parts).to(device).t(), tuple(slices), tuple(affine))
+    room = _columns_read([part.columns for part in slices], parts[0]) - column
+    if room > 0:
+        parts.append(parts[0].new_zeros(room, group.in_features))
+    is_one = len(group.paths) == 1 and room <= 0
+    return _GroupWeights(torch.cat(parts).to(device).t(), tuple(slices), is_one, tuple(affine))
+
+
+def _columns_read(slices: Sequence[slice], a: Tensor) -> int:
+    """How wide v, of A's dtype, must be for products with these columns to read nothing beyond its rows."""
+    if a.dtype != torch.bfloat16:
+        return 0
+    ends = []
+    for columns in slices:
+        width: int = columns.stop - columns.start
+        ends.append(int(columns.stop) + (-width % READ_TOGETHER if is_read_beyond(width) else 0))
+    return max(ends)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

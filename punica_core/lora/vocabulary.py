@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from punica_core.lora.layers import LinearGroup, StepLoRA
-from punica_core.lora.linear import linear
+from punica_core.lora.linear import linear, spaced
 from punica_core.lora.plan import Segment
 from punica_core.lora.tables import ModuleWeights
 from punica_core.lora.weights import TrainedRows, VocabularyWeights
@@ -52,7 +52,7 @@ class SegmentedHead:
                 y[rows] = linear(x[rows], vocabulary.head_matrix.to(x.device), self._bias)
             if vocabulary.head_rows is not None:
                 trained = vocabulary.head_rows
-                logits = functional.linear(x[rows], trained.rows.to(x.device))
+                logits = functional.linear(spaced(x[rows]), trained.rows.to(x.device))
                 y[rows].index_copy_(1, trained.token_ids.to(x.device), logits)
         if self._lora is not None:
             self._lora.add(group, x, y)
@@ -82,7 +82,7 @@ def _embed(token_ids: Tensor, y: Tensor, vocabulary: VocabularyWeights) -> None:
 def _add_lora(token_ids: Tensor, y: Tensor, weights: ModuleWeights) -> None:
     """y = gain · (y + scale · A[:, ids]ᵀ · Bᵀ)."""
     v = functional.embedding(token_ids.to(weights.a.device), weights.a.t())
-    y.addmm_(v.to(y.device), weights.b.t().to(y.device), alpha=weights.scale)
+    y.addmm_(spaced(v.to(y.device)), weights.b.t().to(y.device), alpha=weights.scale)
     if weights.row_gain is not None:
         y.mul_(weights.row_gain.to(y.device))
 
