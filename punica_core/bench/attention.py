@@ -29,6 +29,7 @@ from punica_core.model.attention import AttentionSpec
 from punica_core.model.attention_op import AttentionBatch, Lane
 from punica_core.model.flashinfer import FlashInferAttention
 from punica_core.ops import cuda, reference
+from punica_core.stdout import until_unread
 
 HEADS: Final = 32
 KV_HEADS: Final = 8
@@ -338,4 +339,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

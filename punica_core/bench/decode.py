@@ -25,6 +25,7 @@ from punica_core.bench.session import EngineChoice, Session, add_engine_flags, i
 from punica_core.bench.workload import assign_models
 from punica_core.errors import PunicaError
 from punica_core.protocol import AdapterRef, NewSequence
+from punica_core.stdout import until_unread
 
 PROFILED_STEPS: Final = 16
 SPARE_STEPS: Final = 16
@@ -242,4 +243,4 @@ def run_on_an_engine(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

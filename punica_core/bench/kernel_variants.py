@@ -22,6 +22,7 @@ import torch
 from punica_core.bench.lora_cases import LLAMA_8B, Group, GroupCase, Step, floor_us, time_graph_us
 from punica_core.bench.model_case import EngineMemory, ModelCase, WrongResult, capture, replay_ms
 from punica_core.ops import reference
+from punica_core.stdout import until_unread
 
 Times = dict[str, float]
 
@@ -304,4 +305,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -34,6 +34,7 @@ from punica_core.bench.lora_cases import (
 from punica_core.bench.model_case import ModelCase, capture, replay_ms
 from punica_core.bench.popularity import POPULARITIES
 from punica_core.ops import cuda
+from punica_core.stdout import until_unread
 
 SECTIONS: Final = ("points", "groups", "model", "prefill")
 _SHAPES: Final = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -229,4 +230,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -28,6 +28,7 @@ from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import SampledToken, StepPlan, StepResult, StepWork
 from punica_core.scheduler.scheduler import Scheduler
+from punica_core.stdout import until_unread
 
 BASE: Final = ((0, 4.66), (8, 4.8), (64, 5.8), (128, 6.8), (1024, 23.0), (2048, 44.0))
 """Rows of a step without adapters, and the GPU's ms for it."""
@@ -268,4 +269,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -29,6 +29,7 @@ from punica_core.bench.shapes import linear_shapes, model_folder
 from punica_core.config import EngineConfig, LoadFormat
 from punica_core.model.loader import resolve_dtype
 from punica_core.model.weights import load_weights
+from punica_core.stdout import until_unread
 
 PROMPT_TOKENS: Final = 128
 ONE_AT_A_TIME: Final = 4
@@ -167,4 +168,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -22,6 +22,7 @@ from punica_core.bench.parts import BASE, OFF, SYSTEMS, check_systems, device_na
 from punica_core.bench.session import Answer, Session, int_list, name_list, open_session
 from punica_core.bench.workload import request_lengths
 from punica_core.errors import PunicaError
+from punica_core.stdout import until_unread
 
 PREFILL_SHARE: Final = 8
 """Steps are paced, so that prompts may take so many times the steps that full chunks would: sequences live as long."""
@@ -202,4 +203,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -26,6 +26,7 @@ from punica_core.ops.sample import greedy_tokens, pack_rows, rows_words, sample_
 from punica_core.protocol import NewSequence, SamplingParams
 from punica_core.scheduler.plan import BASE_SLOT, RowPlan
 from punica_core.scheduler.sequence import Sequence as ScheduledSequence
+from punica_core.stdout import until_unread
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {},
@@ -135,4 +136,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

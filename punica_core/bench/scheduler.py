@@ -9,6 +9,7 @@ is in flight, as for a GPU. Needs neither torch nor a model.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Collection, Iterable
 
@@ -19,6 +20,7 @@ from punica_core.scheduler.limits import SchedulerLimits
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import AdapterGrant, SampledToken, SkipReason, StepPlan, StepResult
 from punica_core.scheduler.scheduler import Scheduler
+from punica_core.stdout import until_unread
 
 NUM_ADAPTERS = 16
 NUM_COLD_ADAPTERS = 8
@@ -118,14 +120,15 @@ def _refs(name: str, count: int) -> list[AdapterRef]:
     ]
 
 
-def main() -> None:
+def main() -> int:
     """Print one line a case."""
     cases = [(64, 0, 0, 0), (64, 1000, 0, 0), (64, 0, 1000, 0), (64, 0, 0, 8), (128, 0, 0, 0), (256, 0, 0, 0)]
     print("running  no seat  cold  joining   ms a step")
     for num_running, num_waiting, num_cold, num_joining in cases:
         seconds = step_seconds(num_running, num_waiting=num_waiting, num_cold=num_cold, num_joining=num_joining)
         print(f"{num_running:7}  {num_waiting:7}  {num_cold:4}  {num_joining:7}   {1e3 * seconds:.2f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_unread(main))

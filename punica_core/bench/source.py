@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from punica_core.stdout import until_unread
+
 _SUFFIXES: Final[Mapping[str, frozenset[str]]] = {
     "app": frozenset({".py"}),
     "punica_core": frozenset({".py"}),
@@ -91,4 +93,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

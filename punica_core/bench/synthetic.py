@@ -27,6 +27,7 @@ from punica_core.lora.tables import ModuleWeights
 from punica_core.lora.weights import ALIGNMENT_BYTES, AdapterWeights
 from punica_core.ops.layout import row_pitch
 from punica_core.protocol import AdapterRef, FileSignature
+from punica_core.stdout import until_unread
 
 STD: Final = 0.03
 SCALE: Final = 2.0
@@ -187,4 +188,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

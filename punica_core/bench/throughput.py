@@ -36,6 +36,7 @@ from punica_core.bench.workload import Workload, request_lengths
 from punica_core.config import EngineConfig
 from punica_core.errors import ConfigError, PunicaError
 from punica_core.protocol import NewSequence
+from punica_core.stdout import until_unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,4 +351,4 @@ def _say(what: str, row: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_unread(main))

@@ -128,8 +128,9 @@ def unread(*arguments: str, buffered: bool) -> tuple[int, str]:
         (("adapters", "list", str(EXAMPLES), "--json"), True),
         (("adapters", "list", str(EXAMPLES), "--json"), False),
         (("adapters", "validate", str(EXAMPLES / "sentiment"), "--json"), True),
+        (("bench", "pacing", "--help"), True),
     ],
-    ids=["here", "here, unbuffered", "by a program of its own"],
+    ids=["here", "here, unbuffered", "by a program of its own", "by a benchmark of the worker"],
 )
 def test_output_that_nobody_reads_ends_a_command_without_a_word(arguments: tuple[str, ...], buffered: bool) -> None:
     assert unread(*arguments, buffered=buffered) == (141, "")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from app.bench.command import WORKER_BENCHMARKS
+
+ROOT = Path(__file__).parents[2]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,3 +52,9 @@ def test_an_unknown_benchmark_is_an_error_that_names_the_known_ones() -> None:
     done = bench("kernel")
     assert done.returncode == 2
     assert all(name in done.stderr for name in ("cpu", "frontend", "serve", "kernels", "decode", "throughput"))
+
+
+@pytest.mark.parametrize("name", WORKER_BENCHMARKS)
+def test_output_of_the_workers_benchmarks_may_lose_its_reader(name: str) -> None:
+    source = (ROOT / "punica_core" / "bench" / f"{name}.py").read_text()
+    assert source.endswith('if __name__ == "__main__":\n    sys.exit(until_unread(main))\n')
