@@ -108,7 +108,7 @@ def unread(*arguments: str, buffered: bool) -> tuple[int, str]:
     """Exit code and stderr of a command whose output nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    environment = os.environ | ({} if buffered else {"PYTHONUNBUFFERED": "1"})
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     with open(writer, "w") as lost:
         done = subprocess.run(
             [sys.executable, "-m", "app", *arguments],
