@@ -155,7 +155,7 @@ def measure_model() -> Times:
     out: Times = {}
     for popularity, batch in _MODEL_STEPS:
         case = ModelCase(Step.of(popularity, batch, [16]))
-        case.check(case.fused)
+        case.check(case.inside)
         names = ["base", "chained", "early"]
         graphs = [capture(case.base), capture(case.chained)]
         want = [y.clone() for y in case.y]
@@ -164,7 +164,7 @@ def measure_model() -> Times:
         others: dict[str, Callable[[], None]] = {
             "beside": case.beside,
             "not summed": functools.partial(case.beside, summed=False),
-            "fused": case.fused,
+            "inside": case.inside,
         }
         for name, order in others.items():
             order()

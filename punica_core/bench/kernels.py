@@ -124,14 +124,14 @@ def measure_model() -> list[dict[str, Any]]:
     for popularity, batch in (("identical", 1), ("identical", 64), ("distinct", 8), ("distinct", 64)):
         step = Step.of(popularity, batch, [16])
         case = ModelCase(step)
-        case.check(case.fused)
-        runs = (case.base, case.chained, case.early, case.forked, case.beside, case.fused)
-        base, chained, early, forked, beside, fused = replay_ms([capture(run) for run in runs])
+        case.check(case.inside)
+        runs = (case.base, case.chained, case.early, case.forked, case.beside, case.inside)
+        base, chained, early, forked, beside, inside = replay_ms([capture(run) for run in runs])
         floor = case.num_layers * sum(adapter_bytes(group, step.ranks) for group in LLAMA_8B) / FLOOR_BYTES_PER_US
         row: dict[str, Any] = {"popularity": popularity, "batch": batch, "base_ms": round(base, 3)}
         row |= {"chained_ms": round(chained - base, 3), "early_ms": round(early - base, 3)}
         row |= {"forked_ms": round(forked - base, 3), "beside_ms": round(beside - base, 3)}
-        row["fused_ms"] = round(fused - base, 3)
+        row["inside_ms"] = round(inside - base, 3)
         row["floor_ms"] = round(floor / 1000, 3)
         rows.append(row)
         _line(row)

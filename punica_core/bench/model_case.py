@@ -23,7 +23,7 @@ from punica_core.bench.lora_cases import (
     scratch_for,
 )
 from punica_core.lora.arena_layout import AdapterLayout, ModuleShape, Run, lay_out, record_words
-from punica_core.lora.table_step import MAX_FUSED_RANK, is_fused
+from punica_core.lora.table_step import MAX_INSIDE_RANK, is_inside
 from punica_core.lora.tables import AdapterTables
 from punica_core.ops.layout import Header, row_pitch, scratch_elements
 
@@ -54,7 +54,7 @@ class ModelCase:
 
     memory: where adapters, tables and scratch lie; default back to back, group by group, for this step alone.
     ``forked`` runs shrink on a second stream beside the base product, ``beside`` in one chain through a programmatic
-    edge of the graph; otherwise one kernel runs after another. All but ``ahead`` and ``fused`` give the same bits.
+    edge of the graph; otherwise one kernel runs after another. All but ``ahead`` and ``inside`` give the same bits.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelCase:
     ) -> None:
         self.groups = groups
         self.num_layers = num_layers
-        self.max_rank = self.fused_rank = row_pitch(max(step.ranks))
+        self.max_rank = self.inside_rank = row_pitch(max(step.ranks))
         self.plan = make_plan(step, device)
         rows = step.num_rows
         self.x = [torch.randn(rows, group.in_features, device=device).to(dtype) for group in groups]
@@ -93,7 +93,7 @@ class ModelCase:
 
     def _place_as_engine(self, step: Step, memory: EngineMemory, dtype: torch.dtype, device: str) -> None:
         self.max_rank = ENGINE_RANK
-        self.fused_rank = max(self.fused_rank, MAX_FUSED_RANK) if memory.own_rank else ENGINE_RANK
+        self.inside_rank = max(self.inside_rank, MAX_INSIDE_RANK) if memory.own_rank else ENGINE_RANK
         if not memory.own_rank:
             self.plan.plan[Header.RANK_PITCH] = ENGINE_RANK
         rows = step.num_rows
@@ -189,20 +189,20 @@ class ModelCase:
                 self._expand(layer, index, summed=True, overwrite=True)
                 ops.add_product(self.y[index], self.x[index], self.weights[layer][index])
 
-    def fused(self) -> None:
+    def inside(self) -> None:
         """Base product, shrink and expand in one kernel, as in ``beside`` where the engine does that too."""
         for layer in range(self.num_layers):
             for index, group in enumerate(self.groups):
-                if not is_fused(self.plan.num_rows, group.out_features):
+                if not is_inside(self.plan.num_rows, group.out_features):
                     self._beside(layer, index)
                     continue
                 tables = (self.arena, self.tables[index][layer], self.plan.plan)
                 weight = self.weights[layer][index]
-                sizes = (list(group.out_features), self.fused_rank)
+                sizes = (list(group.out_features), self.inside_rank)
                 ops.lora_linear(self.y[index], self.v[index], self.x[index], weight, None, *tables, *sizes)
 
     def check(self, run: Callable[[], None]) -> None:
-        """Compare ``ahead`` or ``fused`` with ``chained`` on adapters that add much.
+        """Compare ``ahead`` or ``inside`` with ``chained`` on adapters that add much.
 
         Raises:
             WrongResult: a row differs by more than what rounding in other places explains.

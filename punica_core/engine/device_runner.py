@@ -135,7 +135,7 @@ class DeviceRunner:
         base product, or else the step's order."""
         lora = self._lora
         error = _failure(graphs, key, run)
-        # Some layers run shrink beside the base product in the orders AHEAD and FUSED, too.
+        # Some layers run shrink beside the base product in the orders AHEAD and INSIDE, too.
         if error is not None and lora is not None and lora.beside and key.order is not LoRAOrder.NONE:
             lora.beside = False
             first, error = error, _failure(graphs, key, run)
@@ -148,8 +148,8 @@ class DeviceRunner:
         if lora is None or key.order in (LoRAOrder.BESIDE, LoRAOrder.NONE):
             raise error
         what = key.order.name
-        if key.order is LoRAOrder.FUSED and key.sizes.num_rows > FEW_LINEAR_ROWS:
-            lora.fused_rows = FEW_LINEAR_ROWS
+        if key.order is LoRAOrder.INSIDE and key.sizes.num_rows > FEW_LINEAR_ROWS:
+            lora.inside_rows = FEW_LINEAR_ROWS
             what += f" in steps of more than {FEW_LINEAR_ROWS} rows"
         else:
             lora.dropped.add(key.order)

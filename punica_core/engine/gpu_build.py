@@ -28,7 +28,7 @@ from punica_core.lora.arena_writer import device_bytes
 from punica_core.lora.cache import AdapterCache
 from punica_core.lora.gpu_tier import NUM_SLOTS, GpuAdapterTier
 from punica_core.lora.table_modules import TableModules
-from punica_core.lora.table_step import TableLoRA, bind_tables, lora_orders, most_fused_rows
+from punica_core.lora.table_step import TableLoRA, bind_tables, lora_orders, most_inside_rows
 from punica_core.lora.tables import AdapterTables, Arena
 from punica_core.lora.vocabulary_step import VocabularyStep
 from punica_core.model.attention_op import GatheredAttention, OpAttention
@@ -104,9 +104,9 @@ def build_gpu_parts(
     plan = plan_gpu_memory(config, demand)
     for line in plan.describe():
         logger.info(line)
-    if sizes.fused_rows:
+    if sizes.inside_rows:
         logger.info(
-            "Steps of at most %d rows with few adapters compute a layer and its LoRA in one kernel", sizes.fused_rows
+            "Steps of at most %d rows with few adapters compute a layer and its LoRA in one kernel", sizes.inside_rows
         )
     tier = None
     if config.lora:
@@ -172,10 +172,10 @@ class _Builder:
         budget = config.max_num_batched_tokens
         cache = allocate_kv_cache(loaded, 1)  # in the end it has one block more than the plan: it is measured with it
         whole_mixed = attends_whole(cache, loaded.num_heads)
-        fused_rows = most_fused_rows(loaded.groups, loaded.device) if config.lora else 0
+        inside_rows = most_inside_rows(loaded.groups, loaded.device) if config.lora else 0
         self.sizes = GraphSizes()
         if has_graphs:
-            self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed, fused_rows=fused_rows)
+            self.sizes = GraphSizes.of(config.max_num_seqs, budget, whole_mixed=whole_mixed, inside_rows=inside_rows)
         self._limits = StepLimits.of(config, self.sizes.largest, loaded.max_model_len)
         if reason is None:
             largest = self.sizes.largest
@@ -288,7 +288,7 @@ class _Builder:
             max_rows=limits.max_rows,
             max_rank=limits.max_rank,
             beside=True,
-            fused_rows=self.sizes.fused_rows,
+            inside_rows=self.sizes.inside_rows,
         )
 
     def _runner(

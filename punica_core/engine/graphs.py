@@ -33,18 +33,18 @@ class GraphSizes:
     """decode: batch sizes of decode steps. mixed: those beside prompts. prompt_rows: of these. All ascending.
 
     whole_mixed: contexts of sequences that decode beside prompts are attended whole too, not in pieces only.
-    fused_rows: see `lora_orders`.
+    inside_rows: see `lora_orders`.
     """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     prompt_rows: tuple[int, ...] = ()
     whole_mixed: bool = False
-    fused_rows: int = 0
+    inside_rows: int = 0
 
     @classmethod
     def of(
-        cls, max_num_seqs: int, max_num_batched_tokens: int, *, whole_mixed: bool = False, fused_rows: int = 0
+        cls, max_num_seqs: int, max_num_batched_tokens: int, *, whole_mixed: bool = False, inside_rows: int = 0
     ) -> GraphSizes:
         """Dense where a step is short, so that padding costs little; the largest fits max_num_seqs."""
         limit = min(max_num_seqs, MAX_GRAPH_SEQS)
@@ -52,7 +52,7 @@ class GraphSizes:
         decode = tuple(sizes[: bisect_left(sizes, limit) + 1])
         quarters = {decode[bisect_left(decode, decode[-1] * quarter / 4)] for quarter in range(1, 5)}
         prompt_rows = tuple(rows for rows in PROMPT_ROWS if rows <= max_num_batched_tokens)
-        return cls(decode, (0, *sorted(quarters)), prompt_rows, whole_mixed, fused_rows)
+        return cls(decode, (0, *sorted(quarters)), prompt_rows, whole_mixed, inside_rows)
 
     def num_graphs(self, *, lora: bool) -> int:
         """Of all steps. lora: there may be adapters."""
@@ -80,7 +80,7 @@ class GraphSizes:
 
     def keys(self, step: BatchSizes, *, lora: bool) -> list[GraphKey]:
         """The graphs of a step. lora: there may be adapters."""
-        orders = lora_orders(step.num_rows, lora=lora, fused_rows=self.fused_rows)
+        orders = lora_orders(step.num_rows, lora=lora, inside_rows=self.inside_rows)
         return [GraphKey(step, order, cut) for order in orders for cut in self.cuts(step, order)]
 
     def step_sizes(self) -> StepSizes:

@@ -22,7 +22,7 @@ from punica_core.ops.plan import MAX_DECODE_ROWS
 
 
 class LoRAOrder(Enum):
-    """In which order a step computes its base products and what its adapters add."""
+    """Where a step's LoRA kernels run relative to its base products."""
 
     NONE = auto()
     """No row has an adapter: the base products alone."""
@@ -30,12 +30,12 @@ class LoRAOrder(Enum):
     """Shrink; the base product, beside it in captured graphs; expand adds to it."""
     AHEAD = auto()
     """Shrink and expand; the base product is added to what they wrote, which saves reading and writing it once more."""
-    FUSED = auto()
-    """Base product, shrink and expand in one kernel, for few rows of few adapters; `BESIDE` in layers not taken."""
+    INSIDE = auto()
+    """Shrink and expand in the base product's kernel, for few rows of few adapters; `BESIDE` in layers not taken."""
 
 
-class FusedLimits(NamedTuple):
-    """What a step may have to be fused. With more, shrink beside the base product is faster on an H200, or may be.
+class InsideLimits(NamedTuple):
+    """What a step may have to be in the order `INSIDE`. With more, `BESIDE` is faster on an H200, or may be.
 
     runs: of rows of one adapter. sum_of_lora_ranks: theirs. lora_rank: of each.
     """
@@ -45,45 +45,45 @@ class FusedLimits(NamedTuple):
     lora_rank: int
 
 
-FEW_ROWS_FUSED = FusedLimits(runs=16, sum_of_lora_ranks=256, lora_rank=64)
-MANY_ROWS_FUSED = FusedLimits(runs=12, sum_of_lora_ranks=192, lora_rank=32)
+FEW_ROWS_INSIDE = InsideLimits(runs=16, sum_of_lora_ranks=256, lora_rank=64)
+MANY_ROWS_INSIDE = InsideLimits(runs=12, sum_of_lora_ranks=192, lora_rank=32)
 """With more than FEW_LINEAR_ROWS rows. Low-rank rows of larger lora_ranks do not fit the place of weights."""
 
-MAX_FUSED_RANK = FEW_ROWS_FUSED.lora_rank
+MAX_INSIDE_RANK = FEW_ROWS_INSIDE.lora_rank
 
 
-def lora_orders(num_rows: int, *, lora: bool = True, fused_rows: int = 0) -> tuple[LoRAOrder, ...]:
+def lora_orders(num_rows: int, *, lora: bool = True, inside_rows: int = 0) -> tuple[LoRAOrder, ...]:
     """The orders that steps of `num_rows` rows are computed in, padding counted.
 
-    lora: there may be adapters. fused_rows: of the largest step that may be in `LoRAOrder.FUSED`, 0 if none may.
+    lora: there may be adapters. inside_rows: of the largest step that may be in `LoRAOrder.INSIDE`, 0 if none may.
     """
     if not lora:
         return (LoRAOrder.NONE,)
     if num_rows > MAX_DECODE_ROWS:
         return (LoRAOrder.AHEAD, LoRAOrder.BESIDE, LoRAOrder.NONE)
-    if num_rows <= fused_rows:
-        return (LoRAOrder.FUSED, LoRAOrder.BESIDE, LoRAOrder.NONE)
+    if num_rows <= inside_rows:
+        return (LoRAOrder.INSIDE, LoRAOrder.BESIDE, LoRAOrder.NONE)
     return (LoRAOrder.BESIDE, LoRAOrder.NONE)
 
 
-def most_fused_rows(groups: Sequence[LinearGroup], device: torch.device) -> int:
+def most_inside_rows(groups: Sequence[LinearGroup], device: torch.device) -> int:
     """Rows of the largest step that one kernel computes with few adapters: 0 if it does not take each layer of a model,
-    FEW_LINEAR_ROWS if beyond them it does not take those that `is_fused` names, or they are few."""
-    fused = [group for group in groups if is_fused(MAX_LINEAR_ROWS, group.out_features)]
+    FEW_LINEAR_ROWS if beyond them it does not take those that `is_inside` names, or they are few."""
+    inside = [group for group in groups if is_inside(MAX_LINEAR_ROWS, group.out_features)]
     if not all(_takes(group, rows, device) for rows in (1, 16, 32, FEW_LINEAR_ROWS) for group in groups):
         return 0
-    is_most = 2 * len(fused) > len(groups) and all(_takes(group, MAX_LINEAR_ROWS, device) for group in fused)
+    is_most = 2 * len(inside) > len(groups) and all(_takes(group, MAX_LINEAR_ROWS, device) for group in inside)
     return MAX_LINEAR_ROWS if is_most else FEW_LINEAR_ROWS
 
 
-def is_fused(num_rows: int, out_features: Sequence[int]) -> bool:
-    """Whether a layer of slices O wide is one kernel in a step of `num_rows` rows in `LoRAOrder.FUSED`."""
+def is_inside(num_rows: int, out_features: Sequence[int]) -> bool:
+    """Whether a layer of slices O wide is one kernel in a step of `num_rows` rows in `LoRAOrder.INSIDE`."""
     return hides_shrink(num_rows, len(out_features))
 
 
 def _takes(group: LinearGroup, num_rows: int, device: torch.device) -> bool:
     sizes = (num_rows, sum(group.out_features), group.in_features)
-    return takes_layer(*sizes, slices=len(group.out_features), max_rank=MAX_FUSED_RANK, device=device)
+    return takes_layer(*sizes, slices=len(group.out_features), max_rank=MAX_INSIDE_RANK, device=device)
 
 
 class TableLoRA:
@@ -91,8 +91,8 @@ class TableLoRA:
 
     max_rows: T of the largest step. max_rank: bound of every lora_rank. beside: in captured graphs the base product
     runs beside shrink. running: the order of the next step, `NONE` apart; set by who runs it. In `AHEAD` layers with a
-    bias are computed as in `BESIDE`. fused_rows: see `lora_orders`. dropped: `AHEAD` or `FUSED`, if no step may be in
-    that order. Who runs steps may turn off `beside`, lower `fused_rows` and add to `dropped` before they are captured.
+    bias are computed as in `BESIDE`. inside_rows: see `lora_orders`. dropped: `AHEAD` or `INSIDE`, if no step may be in
+    that order. Who runs steps may turn off `beside`, lower `inside_rows` and add to `dropped` before they are captured.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TableLoRA:
         max_rows: int,
         max_rank: int,
         beside: bool = False,
-        fused_rows: int = 0,
+        inside_rows: int = 0,
     ) -> None:
         device = arena.buffer.device
         self._max_rank = row_pitch(max_rank)
@@ -111,7 +111,7 @@ class TableLoRA:
         self._slot_rank = tables.slot_rank
         self._slot_affine = tables.slot_affine
         self.beside = beside
-        self.fused_rows = fused_rows
+        self.inside_rows = inside_rows
         self.dropped: set[LoRAOrder] = set()
         self.running = LoRAOrder.BESIDE
         self._segments = SegmentPlan(max_rows, max_rank=self._max_rank, device=device)
@@ -134,7 +134,7 @@ class TableLoRA:
 
     def can_run(self, order: LoRAOrder, num_rows: int) -> bool:
         """Whether steps of `num_rows` rows may be in that order."""
-        return order in lora_orders(num_rows, fused_rows=self.fused_rows) and order not in self.dropped
+        return order in lora_orders(num_rows, inside_rows=self.inside_rows) and order not in self.dropped
 
     def order(self, row_slots: Int32Array) -> LoRAOrder:
         """Of a step given by the slot of each row, int32 [T], -1 without adapter.
@@ -145,16 +145,16 @@ class TableLoRA:
         used = row_slots[adapted]
         if not len(used):
             return LoRAOrder.NONE
-        orders = lora_orders(len(row_slots), fused_rows=self.fused_rows)
+        orders = lora_orders(len(row_slots), inside_rows=self.inside_rows)
         best = next(order for order in orders if order not in self.dropped)
         if np.any(self._slot_affine[used]):
             return LoRAOrder.BESIDE
-        if best is LoRAOrder.FUSED:
+        if best is LoRAOrder.INSIDE:
             begins = adapted.copy()
             begins[1:] &= row_slots[1:] != row_slots[:-1]
             runs = row_slots[begins]
             ranks = self._slot_rank[runs]
-            limits = FEW_ROWS_FUSED if len(row_slots) <= FEW_LINEAR_ROWS else MANY_ROWS_FUSED
+            limits = FEW_ROWS_INSIDE if len(row_slots) <= FEW_LINEAR_ROWS else MANY_ROWS_INSIDE
             is_few = len(runs) <= limits.runs and ranks.sum() <= limits.sum_of_lora_ranks
             return best if is_few and ranks.max() <= limits.lora_rank else LoRAOrder.BESIDE
         return best
@@ -169,18 +169,18 @@ class TableLoRA:
         """
         self._segments.set_rows(row_slots, self._slot_rank)
         largest = self._segments.rank_pitch
-        if order is LoRAOrder.FUSED and largest > MAX_FUSED_RANK:
-            raise ValueError(f"the step has lora_ranks up to {largest}, {order.name} takes at most {MAX_FUSED_RANK}")
+        if order is LoRAOrder.INSIDE and largest > MAX_INSIDE_RANK:
+            raise ValueError(f"the step has lora_ranks up to {largest}, {order.name} takes at most {MAX_INSIDE_RANK}")
 
     def product(
         self, table: Tensor, out_features: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """See `TableStep.product`; T is the number of rows of the step begun last."""
-        if self.running is LoRAOrder.FUSED and is_fused(x.size(0), out_features):
+        if self.running is LoRAOrder.INSIDE and is_inside(x.size(0), out_features):
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._scratch(out_features, x)
             tables = (self._arena, table, self._plan)
-            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, min(self._max_rank, MAX_FUSED_RANK))
+            ops.lora_linear(y, v, x, weight, bias, *tables, out_features, min(self._max_rank, MAX_INSIDE_RANK))
         elif self.running is LoRAOrder.AHEAD and bias is None:
             y = x.new_empty(x.size(0), weight.size(0))
             v = self._shrink(table, out_features, x, summed=True)

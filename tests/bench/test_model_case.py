@@ -44,7 +44,7 @@ def test_every_order_of_the_kernels_computes_the_same(memory: EngineMemory | Non
         torch.testing.assert_close(y - before, expected)
 
 
-@pytest.mark.parametrize("order", ["ahead", "fused"])
+@pytest.mark.parametrize("order", ["ahead", "inside"])
 @pytest.mark.parametrize("memory", [None, EngineMemory()], ids=str)
 def test_some_orders_round_in_other_places_and_no_more(memory: EngineMemory | None, order: str) -> None:
     case = case_of(memory, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def multiplies_only(y: Tensor, v: Tensor, x: Tensor, weight: Tensor, *arguments:
         ("ahead", "lora_expand", expands_nothing),
         ("ahead", "lora_expand", expands_one_row_less),
         ("ahead", "add_product", adds_nothing),
-        ("fused", "lora_linear", multiplies_only),
+        ("inside", "lora_linear", multiplies_only),
     ],
 )
 def test_a_wrong_order_is_found(

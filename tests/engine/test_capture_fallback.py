@@ -19,9 +19,9 @@ from tests.support.driven_device_runner import DrivenDeviceRunner
 from tests.support.driven_runner import DrivenRunner, random_prompt
 from tests.support.peft_adapters import adapter_ref, linear_shapes, save_peft_adapter, tiny_llama
 
-SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), fused_rows=128)
+SIZES = GraphSizes(decode=(2, 4), mixed=(0, 4), prompt_rows=(64, 384), inside_rows=128)
 NUM_GRAPHS = 8 + 4 + 2 + 2 * (2 + 3)
-"""Two decode sizes, with and without pieces of contexts, with and without adapters; those with adapters fused too, as
+"""Two decode sizes, with and without pieces of contexts, with and without adapters; those with adapters inside too, as
 are 64 prompt rows alone and with four others; two of 64 prompt rows, with and without adapters; and two of 384, where
 those with adapters come in two orders."""
 
@@ -69,7 +69,7 @@ def capture(weights: AdapterWeights, monkeypatch: pytest.MonkeyPatch) -> Capture
     def start(refusal: Refusal) -> tuple[DrivenDeviceRunner, Captures]:
         driven = DrivenDeviceRunner(tiny_llama(), {0: weights})
         assert driven.lora is not None
-        driven.lora.fused_rows = SIZES.fused_rows
+        driven.lora.inside_rows = SIZES.inside_rows
         captures = Captures(refusal, driven.lora)
         monkeypatch.setattr(device_runner, "StepGraphs", captures)
         driven.runner.capture(SIZES, torch.empty(SIZES.largest.num_logits, driven.loaded.vocab_size))
@@ -95,13 +95,13 @@ def test_all_is_captured_in_the_best_order(capture: Capture) -> None:
 
 @pytest.mark.parametrize(
     "orders",
-    [{LoRAOrder.BESIDE}, {LoRAOrder.BESIDE, LoRAOrder.AHEAD}, {LoRAOrder.FUSED}],
-    ids=["", "bias", "layers that are not fused"],
+    [{LoRAOrder.BESIDE}, {LoRAOrder.BESIDE, LoRAOrder.AHEAD}, {LoRAOrder.INSIDE}],
+    ids=["", "bias", "layers that are not inside"],
 )
 def test_where_kernels_cannot_run_beside_others_they_run_after_them(
     capture: Capture, caplog: pytest.LogCaptureFixture, orders: set[LoRAOrder]
 ) -> None:
-    """In the order ahead, too, if layers have a bias, and in fused steps with layers that are not."""
+    """In the order ahead, too, if layers have a bias, and inside in steps with layers that are not."""
     with caplog.at_level(logging.WARNING):
         driven, captures = capture(
             lambda key, lora: "the edge is refused" if lora.beside and key.order in orders else None
@@ -127,24 +127,24 @@ def test_an_order_that_fails_is_dropped_for_all_steps(capture: Capture, caplog: 
 
 
 @pytest.mark.parametrize("most_rows", [0, 64])
-def test_fused_steps_that_fail_are_given_up_for_many_rows_first(
+def test_steps_inside_that_fail_are_given_up_for_many_rows_first(
     capture: Capture, caplog: pytest.LogCaptureFixture, most_rows: int
 ) -> None:
     def refusal(key: GraphKey, lora: TableLoRA) -> str | None:
-        return "no such kernel" if key.order is LoRAOrder.FUSED and key.sizes.num_rows > most_rows else None
+        return "no such kernel" if key.order is LoRAOrder.INSIDE and key.sizes.num_rows > most_rows else None
 
     with caplog.at_level(logging.WARNING):
         driven, captures = capture(refusal)
-    fused = {key for key in SIZES_KEYS if key.order is LoRAOrder.FUSED and key.sizes.num_rows <= most_rows}
-    assert {*captures.done} == all_but(LoRAOrder.FUSED) | fused
-    assert bool(fused) == (most_rows > 0)
-    assert driven.lora.fused_rows == 64
-    assert driven.lora.dropped == (set() if fused else {LoRAOrder.FUSED})
-    name = "LoRA is never computed in the order FUSED"
+    inside = {key for key in SIZES_KEYS if key.order is LoRAOrder.INSIDE and key.sizes.num_rows <= most_rows}
+    assert {*captures.done} == all_but(LoRAOrder.INSIDE) | inside
+    assert bool(inside) == (most_rows > 0)
+    assert driven.lora.inside_rows == 64
+    assert driven.lora.dropped == (set() if inside else {LoRAOrder.INSIDE})
+    name = "LoRA is never computed in the order INSIDE"
     reason = ", as capturing that failed: no such kernel"
     assert caplog.messages == [
         f"{name} in steps of more than 64 rows{reason}",
-        *([] if fused else [f"{name}{reason}"]),
+        *([] if inside else [f"{name}{reason}"]),
     ]
 
 
@@ -182,12 +182,12 @@ def few_rows(key: GraphKey) -> bool:
 @pytest.mark.parametrize(
     ("refusal", "prompt", "orders"),
     [
-        (lambda key: False, 100, [LoRAOrder.AHEAD, LoRAOrder.FUSED]),
-        (lambda key: key.order is LoRAOrder.AHEAD, 100, [LoRAOrder.BESIDE, LoRAOrder.FUSED]),
-        (lambda key: key.order is LoRAOrder.FUSED, 100, [LoRAOrder.AHEAD, LoRAOrder.BESIDE]),
-        (lambda key: key.order is LoRAOrder.FUSED and few_rows(key), 30, [LoRAOrder.BESIDE, LoRAOrder.BESIDE]),
+        (lambda key: False, 100, [LoRAOrder.AHEAD, LoRAOrder.INSIDE]),
+        (lambda key: key.order is LoRAOrder.AHEAD, 100, [LoRAOrder.BESIDE, LoRAOrder.INSIDE]),
+        (lambda key: key.order is LoRAOrder.INSIDE, 100, [LoRAOrder.AHEAD, LoRAOrder.BESIDE]),
+        (lambda key: key.order is LoRAOrder.INSIDE and few_rows(key), 30, [LoRAOrder.BESIDE, LoRAOrder.BESIDE]),
     ],
-    ids=["none", "ahead", "fused", "fused, but captured once"],
+    ids=["none", "ahead", "inside", "inside, but captured once"],
 )
 def test_steps_take_the_next_best_order(
     capture: Capture,

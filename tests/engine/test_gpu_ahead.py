@@ -38,7 +38,7 @@ MIXED: Steps = (("Lab", "pq"), ("Labpq", ""), ("ab", "r"), ("Lar", "s"), ("Ls", 
 """The third step has only short contexts: its plan does not cover those of the steps before."""
 DECODING: Steps = (("ab", ""),) * 7
 
-GRAPHS = GraphSizes((8,), (8,), (64,), fused_rows=128)
+GRAPHS = GraphSizes((8,), (8,), (64,), inside_rows=128)
 """One size of each kind, so that what is meant for another step says something else in the same places: it gives wrong
 numbers, and reads no other memory."""
 

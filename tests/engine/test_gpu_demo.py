@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from punica_core.engine.graphs import GraphSizes
-from punica_core.lora.table_step import LoRAOrder, most_fused_rows
+from punica_core.lora.table_step import LoRAOrder, most_inside_rows
 from punica_core.lora.weights import load_adapter
 from punica_core.model.demo import cache_root
 from punica_core.ops import cuda
@@ -59,14 +59,14 @@ def test_the_demo_is_as_near_the_reference_as_peft(dtype: torch.dtype, monkeypat
     seen = slots_by_order(monkeypatch)
     shapes = linear_shapes(build())
     adapters = {slot: load_adapter(adapter_ref(folder), shapes, dtype, 256) for slot, folder in enumerate(ADAPTERS)}
-    graphs = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, fused_rows=MAX_LINEAR_ROWS)
+    graphs = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, inside_rows=MAX_LINEAR_ROWS)
     driven = DrivenDeviceRunner(build().to("cuda", dtype), adapters, flashinfer=True, graphs=graphs)
     sequences = [driven.sequence(random_prompt(n, 49152, seed=i), slot) for i, (slot, n) in enumerate(PROMPTS)]
     continuations = [random_prompt(NEW_TOKENS, 49152, seed=100 + i) for i in range(len(PROMPTS))]
     driven.teacher_force(sequences, continuations, 64)
-    assert seen[LoRAOrder.FUSED] == {*adapters}
+    assert seen[LoRAOrder.INSIDE] == {*adapters}
     if fits_kernel(driven.loaded.device):
-        assert most_fused_rows(driven.loaded.groups, driven.loaded.device) == MAX_LINEAR_ROWS
+        assert most_inside_rows(driven.loaded.groups, driven.loaded.device) == MAX_LINEAR_ROWS
     found, exact, peft = [], [], []
     nearest_other = float("inf")
     for (slot, _), sequence in zip(PROMPTS, sequences, strict=True):

@@ -60,7 +60,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 ADAPTERS = [{"r": 3}, {"r": 64, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 16, "use_rslora": True}]
 PROMPTS = ((BASE_SLOT, 1), (0, 15), (0, 16), (1, 17), (BASE_SLOT, 120), (2, 112), (1, 31), (2, 1))
 NEW_TOKENS = 6
-GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, fused_rows=128)
+GRAPHS = GraphSizes((2, 8), (0, 8), (64, 256), whole_mixed=True, inside_rows=128)
 EIGHT = BatchSizes(8)
 
 
@@ -152,7 +152,7 @@ def test_the_wrong_adapter_is_far_from_the_reference(folders: Callable[[str], li
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("order", [LoRAOrder.BESIDE, LoRAOrder.FUSED, LoRAOrder.NONE], ids=str)
+@pytest.mark.parametrize("order", [LoRAOrder.BESIDE, LoRAOrder.INSIDE, LoRAOrder.NONE], ids=str)
 def test_a_replayed_graph_gives_what_its_code_gives_eagerly(
     order: LoRAOrder, cut: bool, folders: Callable[[str], list[Path]]
 ) -> None:

@@ -69,15 +69,17 @@ def test_decode_rows_are_captured_both_ways_beside_prompts_only_if_asked(whole_m
     assert sizes.num_graphs(lora=False) == 2 * len(sizes.decode) + 5 * 6 + (beside if whole_mixed else 0)
 
 
-@pytest.mark.parametrize("fused_rows", [0, 64, 128])
+@pytest.mark.parametrize("inside_rows", [0, 64, 128])
 @pytest.mark.parametrize("whole_mixed", [False, True])
-def test_there_is_a_graph_of_every_order_that_a_step_may_need(whole_mixed: bool, fused_rows: int) -> None:
-    sizes = GraphSizes.of(max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=whole_mixed, fused_rows=fused_rows)
+def test_there_is_a_graph_of_every_order_that_a_step_may_need(whole_mixed: bool, inside_rows: int) -> None:
+    sizes = GraphSizes.of(
+        max_num_seqs=128, max_num_batched_tokens=512, whole_mixed=whole_mixed, inside_rows=inside_rows
+    )
     keys = {step: sizes.keys(step, lora=True) for step in sizes.steps()}
     for step, each in keys.items():
         orders = {LoRAOrder.BESIDE, LoRAOrder.NONE}
         orders |= {LoRAOrder.AHEAD} if step.num_rows > 256 else set()
-        orders |= {LoRAOrder.FUSED} if step.num_rows <= fused_rows else set()
+        orders |= {LoRAOrder.INSIDE} if step.num_rows <= inside_rows else set()
         assert {(key.order, key.cut) for key in each} == {(o, cut) for o in orders for cut in sizes.cuts(step, o)}
         assert all(key.sizes == step for key in each)
         base = [(key.order, key.cut) for key in sizes.keys(step, lora=False)]

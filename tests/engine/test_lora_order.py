@@ -226,8 +226,8 @@ def test_a_step_of_larger_lora_ranks_than_its_order_takes_is_not_launched(
     assert lora is not None
     if captured:
         trial.driven.runner.graphs = RecordingGraphs(trial.driven.loaded.vocab_size)  # type: ignore[assignment]
-    monkeypatch.setattr(lora, "order", lambda row_slots: LoRAOrder.FUSED)
+    monkeypatch.setattr(lora, "order", lambda row_slots: LoRAOrder.INSIDE)
     trial.driven.step(sequences)
     lora._slot_rank[0] = 70
-    with pytest.raises(ValueError, match="lora_ranks up to 72, FUSED takes at most 64"):
+    with pytest.raises(ValueError, match="lora_ranks up to 72, INSIDE takes at most 64"):
         trial.driven.step(sequences)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from punica_core import ops
 from punica_core.lora.layers import LinearGroup, LoRAContext, LoRALinear
 from punica_core.lora.linear import has_onednn
-from punica_core.lora.table_step import LoRAOrder, TableLoRA, lora_orders, most_fused_rows
+from punica_core.lora.table_step import LoRAOrder, TableLoRA, lora_orders, most_inside_rows
 from punica_core.lora.tables import AdapterTables, Arena, ModuleWeights
 from punica_core.ops import linear as linear_ops
 
@@ -190,17 +190,17 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
     ("row_slots", "order"),
     [
         ([-1] * 64, LoRAOrder.NONE),
-        ([0] * 64, LoRAOrder.FUSED),
+        ([0] * 64, LoRAOrder.INSIDE),
         ([0] * 129, LoRAOrder.BESIDE),
-        ([-1, 0, 0, -1, 1, -1], LoRAOrder.FUSED),
-        ([0, 1] * 8 + [-1, -1], LoRAOrder.FUSED),
+        ([-1, 0, 0, -1, 1, -1], LoRAOrder.INSIDE),
+        ([0, 1] * 8 + [-1, -1], LoRAOrder.INSIDE),
         ([0, 1] * 8 + [-1, 0], LoRAOrder.BESIDE),
         ([0, 0, 2], LoRAOrder.BESIDE),
-        ([3, 1] * 4, LoRAOrder.FUSED),
+        ([3, 1] * 4, LoRAOrder.INSIDE),
         ([3, 1] * 4 + [0], LoRAOrder.BESIDE),
         ([4], LoRAOrder.BESIDE),
-        ([0] * 65, LoRAOrder.FUSED),
-        ([0, 1] * 6 + [1] * 64, LoRAOrder.FUSED),
+        ([0] * 65, LoRAOrder.INSIDE),
+        ([0, 1] * 6 + [1] * 64, LoRAOrder.INSIDE),
         ([0, 1] * 6 + [0] * 64, LoRAOrder.BESIDE),
         ([3] + [0] * 64, LoRAOrder.BESIDE),
     ],
@@ -221,7 +221,7 @@ def test_the_order_of_a_step_follows_its_rows(row_slots: list[int], order: LoRAO
         "many rows and a large rank",
     ],
 )
-def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
+def test_lora_of_few_rows_is_inside_the_product_where_there_is_a_kernel(row_slots: list[int], order: LoRAOrder) -> None:
     arena, tables = Arena(1 << 15, dtype=torch.float32), AdapterTables(1, 5)
     plain = ModuleWeights(torch.randn(4, HIDDEN), torch.randn(WIDE, 4), 1.0)
     for slot, gain in enumerate((None, None, torch.ones(WIDE))):
@@ -230,10 +230,10 @@ def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: l
         large = ModuleWeights(torch.randn(lora_rank, HIDDEN), torch.randn(WIDE, lora_rank), 1.0)
         tables.write(slot, {0: large}, arena)
     rows = np.array(row_slots, np.int32)
-    fused, plain_lora = (TableLoRA(tables, arena, max_rows=129, max_rank=72, fused_rows=most) for most in (128, 0))
-    assert fused.order(rows) is order
-    assert order in lora_orders(len(rows), fused_rows=128)
-    assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.FUSED else order)
+    inside, plain_lora = (TableLoRA(tables, arena, max_rows=129, max_rank=72, inside_rows=most) for most in (128, 0))
+    assert inside.order(rows) is order
+    assert order in lora_orders(len(rows), inside_rows=128)
+    assert plain_lora.order(rows) is (LoRAOrder.BESIDE if order is LoRAOrder.INSIDE else order)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_few_rows_of_few_adapters_are_fused_where_there_is_a_kernel(row_slots: l
         "llama3-70b",
     ],
 )
-def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch, sizes, slices, most) -> None:
+def test_a_model_has_lora_inside_its_products_if_each_of_its_layers_can_be(monkeypatch, sizes, slices, most) -> None:
     """docs/kernels.md names these models. sizes: hidden, of queries, of keys, of gate."""
     hidden, queries, keys, wide = sizes
     layers = ((hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * wide), (wide, hidden))
@@ -269,26 +269,26 @@ def test_a_model_is_fused_if_each_of_its_layers_can_be(monkeypatch, sizes, slice
         LinearGroup(index, tuple(map(str, range(count))), fin, (8,) * (count - 1) + (fout - 8 * (count - 1),))
         for index, ((fin, fout), count) in enumerate(zip(layers, slices, strict=True))
     ]
-    assert most_fused_rows(groups, torch.device("cpu")) == 0
+    assert most_inside_rows(groups, torch.device("cpu")) == 0
     monkeypatch.setattr(linear_ops, "fits_kernel", lambda device: True)
     monkeypatch.setattr(linear_ops, "_num_sms", lambda device: 132)
-    assert most_fused_rows(groups, torch.device("cuda")) == most
+    assert most_inside_rows(groups, torch.device("cuda")) == most
 
 
 def test_a_dropped_order_is_left_for_the_next_best() -> None:
     tables = AdapterTables(1, 1)
     tables.slot_rank[0] = 4
-    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=MANY, max_rank=8, fused_rows=64)
+    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=MANY, max_rank=8, inside_rows=64)
     few, many = np.zeros(64, np.int32), np.zeros(MANY, np.int32)
-    assert [lora.order(few), lora.order(many)] == [LoRAOrder.FUSED, LoRAOrder.AHEAD]
+    assert [lora.order(few), lora.order(many)] == [LoRAOrder.INSIDE, LoRAOrder.AHEAD]
     lora.dropped.add(LoRAOrder.AHEAD)
-    assert [lora.order(few), lora.order(many)] == [LoRAOrder.FUSED, LoRAOrder.BESIDE]
-    lora.dropped.add(LoRAOrder.FUSED)
+    assert [lora.order(few), lora.order(many)] == [LoRAOrder.INSIDE, LoRAOrder.BESIDE]
+    lora.dropped.add(LoRAOrder.INSIDE)
     assert [lora.order(few), lora.order(many)] == [LoRAOrder.BESIDE, LoRAOrder.BESIDE]
 
 
-def test_a_fused_layer_is_one_op(mlp: Mlp, x: Tensor) -> None:
-    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
+def test_a_layer_with_lora_inside_is_one_op(mlp: Mlp, x: Tensor) -> None:
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.INSIDE
     with torch.inference_mode(), Recorder() as recorder:
         got = mlp(x)
     assert [name for name, _, _ in recorder.calls] == ["punica::lora_linear"] * 2
@@ -305,8 +305,8 @@ def test_a_fused_layer_is_one_op(mlp: Mlp, x: Tensor) -> None:
 )
 def test_layers_that_the_kernel_is_too_slow_for_are_computed_beside_it(num_rows, num_slices, names) -> None:
     tables = AdapterTables(3, 1)
-    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=65, max_rank=8, fused_rows=128)
-    lora.running = LoRAOrder.FUSED
+    lora = TableLoRA(tables, Arena(64, dtype=torch.float32), max_rows=65, max_rank=8, inside_rows=128)
+    lora.running = LoRAOrder.INSIDE
     lora.begin(np.full(num_rows, -1, np.int32))
     x, weight = torch.randn(num_rows, HIDDEN), torch.randn(8 * num_slices, HIDDEN)
     with torch.inference_mode(), Recorder() as recorder:
@@ -359,8 +359,8 @@ def test_compiled_code_adds_the_product_in_place(x: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-def test_compiled_code_of_a_fused_layer_copies_nothing(mlp: Mlp, x: Tensor) -> None:
-    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.FUSED
+def test_compiled_code_of_a_layer_with_lora_inside_copies_nothing(mlp: Mlp, x: Tensor) -> None:
+    mlp.context.table_step, mlp.lora.running = mlp.lora, LoRAOrder.INSIDE
     body, calls = compiled_code(mlp, x)
     assert calls == ["punica.lora_linear"] * 2
     assert "clone" not in body

@@ -106,7 +106,7 @@ class DrivenDeviceRunner(DrivenRunner):
         self.forward = ModelForward(loaded, self.attention, self.lora, self.vocabulary, compiled=compiled)
         self.runner = DeviceRunner(self.packer, inner, self.lora, self.forward, self.sampler, self.vocabulary)
         if self.lora is not None:
-            self.lora.fused_rows = graphs.fused_rows
+            self.lora.inside_rows = graphs.inside_rows
         if graphs.decode:
             rows = graphs.largest.num_logits
             logits = torch.zeros(rows, loaded.vocab_size, dtype=loaded.dtype, device=device)

@@ -141,7 +141,7 @@ def _driven(
         torch.cuda.synchronize()  # gains are computed beside the stream that made the base
     adapters = {slot: load_for(loaded, folder) for slot, folder in enumerate(folders)}
     if device != "cuda":
-        graphs = GraphSizes(fused_rows=graphs.fused_rows)
+        graphs = GraphSizes(inside_rows=graphs.inside_rows)
     return DrivenDeviceRunner(build().to(device, dtype), adapters, flashinfer=device == "cuda", graphs=graphs)
 
 
