@@ -7,18 +7,19 @@
 #   docker build -t punica:gpu --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 --build-arg EXTRAS=gpu .
 #   docker run --rm --gpus all -p 8000:8000 -v ./model:/model:ro -v ./adapters:/adapters \
 #       -v punica-cache:/home/punica/.cache punica:gpu serve --config /opt/punica/configs/single-gpu.yaml --model /model
+# EXTRAS: of pyproject.toml, with commas, besides that of the demo model, which every image can prepare.
 
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
-ARG EXTRAS=demo
+ARG EXTRAS=
 WORKDIR /src
 RUN command -v python3 || (apt-get update && apt-get install --yes --no-install-recommends python3-dev python3-venv)
 RUN python3 -m venv /opt/punica
 # Dependencies change less often than sources: they get a layer of their own.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN mkdir app punica_core csrc && touch app/__init__.py punica_core/__init__.py \
-    && /opt/punica/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
+    && /opt/punica/bin/pip install --no-cache-dir -c constraints.txt ".[demo${EXTRAS:+,$EXTRAS}]" \
     && /opt/punica/bin/pip uninstall --yes --quiet punica
 COPY app app
 COPY punica_core punica_core
