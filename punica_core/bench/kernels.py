@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from punica_core.bench import record
+from punica_core.bench import plots, record
 from punica_core.bench.competitors import Competitors
 from punica_core.bench.lora_cases import (
     FLOOR_BYTES_PER_US,
@@ -170,28 +170,6 @@ def summarise(points: Sequence[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-def plot_roofline(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time over floor of every point, with the target line; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for popularity in POPULARITIES:
-        chosen = [row for row in points if row["popularity"] == popularity]
-        axes.scatter([row["floor"] for row in chosen], [row["us"] for row in chosen], s=14, label=popularity)
-    peers = [row for row in points if "best_peer" in row]
-    axes.scatter([r["floor"] for r in peers], [r["best_peer"] for r in peers], s=6, c="lightgrey", label="best other")
-    floors = sorted(row["floor"] for row in points)
-    axes.plot(floors, floors, "k-", lw=1, label="floor at 4.18 TB/s")
-    axes.plot(floors, [1.4 * floor + 4 for floor in floors], "k--", lw=1, label="1.4 × floor + 4 µs")
-    axes.set(xscale="log", yscale="log", xlabel="byte floor, µs", ylabel="shrink + expand, µs")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of the module."""
     parser = argparse.ArgumentParser(prog="python -m punica_core.bench.kernels", description=__doc__)
@@ -222,7 +200,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["prefill"] = measure_prefill()
     record.write(args.output / "kernels.json", result)
     if "points" in sections:
-        plot_roofline(result["points"], args.output / "kernels.png")
+        plots.save(
+            args.output / "kernels.png",
+            lambda axes: plots.roofline(axes, result["points"]),
+            f"LoRA of one layer, {result['device']}",
+        )
     for summary in ("summary", "groups_summary"):
         if summary in result:
             print(json.dumps(result[summary]))

@@ -71,3 +71,17 @@ def sweep(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
     axes.set(xlabel="adapters", ylabel="generated tokens/s", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def roofline(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
+    """Time over floor of every point of the kernels, µs, with the target's line."""
+    for popularity in dict.fromkeys(point["popularity"] for point in points):
+        chosen = [row for row in points if row["popularity"] == popularity]
+        axes.scatter([row["floor"] for row in chosen], [row["us"] for row in chosen], s=14, label=popularity)
+    peers = [row for row in points if "best_peer" in row]
+    axes.scatter([r["floor"] for r in peers], [r["best_peer"] for r in peers], s=6, c="lightgrey", label="best other")
+    floors = sorted(row["floor"] for row in points)
+    axes.plot(floors, floors, "k-", lw=1, label="floor at 4.18 TB/s")
+    axes.plot(floors, [1.4 * floor + 4 for floor in floors], "k--", lw=1, label="1.4 × floor + 4 µs")
+    axes.set(xscale="log", yscale="log", xlabel="byte floor, µs", ylabel="shrink + expand, µs")
+    axes.legend()

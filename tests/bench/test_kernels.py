@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,3 +98,14 @@ def test_groups_are_summed_up(timed, tmp_path) -> None:
     assert 0 < over < 648
     assert result["groups_summary"]["points"] == 648
     assert result["groups_summary"]["over_target"] == over
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_points_are_drawn_if_there_is_matplotlib(
+    installed: bool, timed, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(tmp_path, "--only-ours", section="points")
+    assert (tmp_path / "kernels.png").exists() == installed
+    assert ("no picture" in capsys.readouterr().err) != installed
