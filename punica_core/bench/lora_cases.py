@@ -17,6 +17,7 @@ from punica_core.lora.arena_layout import rank_and_scale
 from punica_core.lora.segments import SegmentPlan
 from punica_core.lora.tables import AdapterTables
 from punica_core.ops.layout import Field, row_pitch, scratch_elements
+from punica_core.ops.plan import sums_in_shrink
 
 COLD_BYTES: Final = 256 << 20
 """Weights that the calls of one graph rotate through: several times the L2 cache of any GPU so far."""
@@ -125,7 +126,10 @@ def scratch_for(step: Step, slices: int, device: torch.device | str) -> Tensor:
 
 
 class GroupCase:
-    """One group and step, ready to be called with cold weights and warm activations."""
+    """One group and step, ready to be called with cold weights and warm activations.
+
+    summed: as for ``lora_shrink``; None: as is faster, which is what the library does.
+    """
 
     def __init__(
         self,
@@ -134,9 +138,8 @@ class GroupCase:
         dtype: torch.dtype,
         device: torch.device | str = "cuda",
         *,
-        summed: bool = False,
+        summed: bool | None = None,
     ) -> None:
-        self.summed = summed
         size = adapter_bytes(group, step.ranks)
         self.num_sets = max(1, min(512, -(-COLD_BYTES // size)))
         self.group = group
@@ -150,6 +153,7 @@ class GroupCase:
         arena = random_arena(elements * self.num_sets, dtype, device)
         self.adapters = Adapters(group, step, self.num_sets, arena)
         self.plan = make_plan(step, device)
+        self.summed = sums_in_shrink(step.num_rows, self.max_rank) if summed is None else summed
         self.v = scratch_for(step, len(group.out_features), device)
         self.x = torch.randn(step.num_rows, group.in_features, device=device).to(dtype)
         self.y = torch.zeros(step.num_rows, sum(group.out_features), dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from punica_core.lora.adapter_set import AdapterSet
 from punica_core.lora.layers import LinearGroup
 from punica_core.lora.segments import Int32Array, SegmentPlan
 from punica_core.lora.tables import ModuleWeights
+from punica_core.ops.plan import sums_in_shrink
 
 MAX_PLANS = 4
 """Row counts that have a plan at once: a prompt's, a decode step's, the rows that need logits, and one more."""
@@ -93,7 +94,11 @@ class BatchStep:
             self.prepare(num_rows)
         v = torch.empty(_scratch_elements(num_rows, adapters.max_rank), dtype=torch.float32, device=x.device)
         table = adapters.table(group.index)
-        ops.lora_apply(y, x, v, adapters.arena, table, self._plans[num_rows], group.out_features, adapters.max_rank)
+        tables = (adapters.arena, table, self._plans[num_rows])
+        # Of the rows at hand, but compiled code serves any mix.
+        rank = adapters.max_rank if torch.compiler.is_compiling() else self._used[num_rows].rank_pitch
+        summed = sums_in_shrink(num_rows, rank)
+        ops.lora_apply(y, x, v, *tables, group.out_features, adapters.max_rank, summed=summed)
 
     def _add_by_adapter(self, modules: Mapping[int, ModuleWeights], x: Tensor, y: Tensor) -> None:
         """modules: the layer's, by slot."""

@@ -286,10 +286,15 @@ def lora_apply(
     plan: Tensor,
     out_features: Sequence[int],
     max_rank: int,
+    *,
+    summed: bool = False,
 ) -> None:
-    """``lora_shrink`` and ``lora_expand`` of one fused group: ``y += adapters(x)``. Arguments as there."""
-    lora_shrink(v, x, arena, table, plan, max_rank)
-    lora_expand(y, v, arena, table, plan, out_features, x.size(1), max_rank)
+    """``lora_shrink`` and ``lora_expand`` of one fused group: ``y += adapters(x)``. Arguments as there.
+
+    summed: ``plan.sums_in_shrink`` says which is faster.
+    """
+    lora_shrink(v, x, arena, table, plan, max_rank, summed=summed)
+    lora_expand(y, v, arena, table, plan, out_features, x.size(1), max_rank, summed=summed)
 
 
 def _register() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from punica_core import BatchLoRA, LoRAWeight, ops
+from punica_core import BatchLoRA, LoRALinear, LoRAWeight, ops
 from punica_core.lora import batch_step
 from tests.lora.conftest import LORA_INDICES
 from tests.support.peft_adapters import edit_tensors, save_peft_adapter, tiny_llama
@@ -40,7 +41,9 @@ def test_the_ops_give_what_the_products_of_a_cpu_give(folders: list[Path], monke
     ids = torch.stack(prompts([9] * 6))
     calls = []
     apply = ops.lora_apply
-    monkeypatch.setattr(ops, "lora_apply", lambda *arguments: (calls.append(1), apply(*arguments)))
+    monkeypatch.setattr(
+        ops, "lora_apply", lambda *arguments, **options: (calls.append(1), apply(*arguments, **options))
+    )
     with BatchLoRA(tiny_llama(), folders) as m:
         direct = m(ids, lora_indices=LORA_INDICES).logits
         assert not calls
@@ -48,6 +51,26 @@ def test_the_ops_give_what_the_products_of_a_cpu_give(folders: list[Path], monke
         by_ops = m(ids, lora_indices=LORA_INDICES).logits
     assert calls
     torch.testing.assert_close(direct, by_ops, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_rows_at_hand_say_who_sums(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    apply = ops.lora_apply
+
+    def noting(y: torch.Tensor, *arguments: Any, summed: bool) -> None:
+        told.append((len(y), summed))
+        apply(y, *arguments, summed=summed)
+
+    monkeypatch.setattr(ops, "lora_apply", noting)
+    monkeypatch.setattr(batch_step, "_is_direct", lambda y: False)
+    wide = LoRAWeight(torch.randn(64, 64), torch.randn(64, 64))
+    narrow = LoRAWeight(torch.randn(8, 64), torch.randn(64, 8))
+    layer = LoRALinear.from_linear(torch.nn.Linear(64, 64))
+    with BatchLoRA(layer, [narrow, wide]) as m:
+        for batch, slot, summed in ((17, 1, True), (17, 0, False), (16, 1, False), (257, 0, True)):
+            told.clear()
+            m(torch.randn(batch, 64), lora_indices=[slot] * batch)
+            assert told == [(batch, summed)]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor], ids=["list", "tuple", "numpy", "torch"])

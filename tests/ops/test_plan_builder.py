@@ -153,3 +153,11 @@ def test_too_many_segments_of_rows_are_refused() -> None:
     for builder in (plan.build_row_plan, plan._reference_row_plan):
         with pytest.raises(RuntimeError, match="6 segments"):
             builder(blank(), rows, SLOT_RANK, 5, 256)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "is_summed"),
+    [(16, 256, False), (17, 32, True), (17, 24, False), (256, 24, False), (257, 8, True)],
+)
+def test_who_sums_follows_from_rows_and_ranks(rows: int, rank: int, is_summed: bool) -> None:
+    assert plan.sums_in_shrink(rows, rank) == is_summed
