@@ -70,7 +70,7 @@ class Settings:
     max_num_seqs: int = _key(64, "most sequences in one step")
     max_num_batched_tokens: int = _key(512, "token budget of one step; longer prompts are prefilled in chunks")
     target_step_ms: float = _key(
-        30.0, "on a GPU, ms that a step should take at most while others stream; prompts are cut to fit; 0 is off"
+        30.0, "on a GPU, ms that a step should take while others stream; prompts are cut to fit; 0: never, nor on a CPU"
     )
     lora: bool = _key(True, "serve adapters; without, the base model alone gets all memory")
     max_lora_rank: int = _key(256, "adapters of a higher rank are refused; on a GPU it sizes a step's scratch memory")

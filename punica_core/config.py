@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step; a longer prompt is prefilled in chunks.
     target_step_ms: on a GPU, how long a step with streams should take at most, in milliseconds; prompts join it in
-    chunks that fit. 0: as many tokens as the budget has.
+    chunks that fit. 0: as many tokens as the budget has. On a CPU only 0 matters: long prompts are not cut then.
     lora: serve adapters; False refuses them and spends no memory or graphs on them.
     max_lora_rank: admission limit; on a GPU the scratch memory of a step is sized by it, else nothing is.
     adapter_host_bytes / adapter_gpu_bytes: byte budgets of the two adapter tiers; 0 sizes them from free memory.

@@ -27,6 +27,7 @@ from punica_core.lora.weights import OpenAdapter
 from punica_core.model.loader import LoadedModel, load_model
 from punica_core.protocol import AdapterRef
 from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.long_prompts import LongPrompts
 from punica_core.scheduler.pacing import Pacer
 from punica_core.scheduler.scheduler import Scheduler
 
@@ -67,7 +68,7 @@ def build_engine(
     )
     adapters: AdapterCache | GpuAdapterTier = host
     runner: Runner
-    pacer = None  # on a CPU steps are so long that smaller chunks, and so more steps, cost everyone more than they give
+    pacer = None
     if on_tables:
         parts = build_gpu_parts(config, loaded, host, on_progress, on_adapter_loaded)
         adapters, runner, num_blocks = parts.tier or host, parts.runner, parts.plan.num_blocks
@@ -85,7 +86,8 @@ def build_engine(
     layout = layout_of(loaded, num_blocks, adapter_bytes, gpu_bytes)
     pool = BlockPool(num_blocks)
     prefix_cache = PrefixCache(pool, layout.block_size) if config.prefix_cache else None
-    scheduler = Scheduler(SchedulerLimits.of(config, layout), pool, prefix_cache, adapters, pacer)
+    long_prompts = LongPrompts.of(config, device.type)
+    scheduler = Scheduler(SchedulerLimits.of(config, layout), pool, prefix_cache, adapters, pacer, long_prompts)
     return Engine(scheduler, adapters, runner), layout
 
 

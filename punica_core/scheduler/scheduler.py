@@ -15,6 +15,7 @@ from punica_core.scheduler.counters import SchedulerCounters
 from punica_core.scheduler.in_flight import MAX_STEPS_IN_FLIGHT, InFlight, StepInFlight
 from punica_core.scheduler.invariants import check_blocks, check_sequences
 from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.long_prompts import LongPrompts
 from punica_core.scheduler.outcome import (
     advance,
     check_servable,
@@ -49,6 +50,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None,
         residency: Residency,
         pacer: Pacer | None = None,
+        long_prompts: LongPrompts | None = None,
     ) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
@@ -58,6 +60,7 @@ class Scheduler:
         self._residency = residency
         self._prefetcher = Prefetcher(residency)
         self._pacer = pacer
+        self._long_prompts = long_prompts
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSequences()
@@ -115,7 +118,7 @@ class Scheduler:
         """Decide the next step. An empty plan needs no `update`: nothing can run before the step in flight is over
         or, if there is none, before an adapter arrives."""
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the plan before the last was not updated"
-        step = StepBuilder(self.limits)
+        step = self._begin_step(now)
         try:
             self._extend_running(step)
             self._admit_waiting(step, now)
@@ -125,6 +128,11 @@ class Scheduler:
         if plan.rows:
             self._in_flight.begin(plan)
         return plan
+
+    def _begin_step(self, now: float) -> StepBuilder:
+        if self._long_prompts is None:
+            return StepBuilder(self.limits)
+        return self._long_prompts.begin_step(self.limits, self._running, now)
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
         """Apply what executing `plan` produced. Rows of sequences that ended since are ignored."""
@@ -278,8 +286,8 @@ class Scheduler:
             return SkipReason.NO_BLOCKS
         if turn.step.room_for(sequence, match.num_tokens) == 0:
             return SkipReason.NO_TOKENS
-        may_wait = self._reads_cache(sequence) and not turn.is_overdue(sequence)
-        if may_wait and self._shared_prompts.should_wait(sequence, match.num_tokens):
+        is_due = turn.is_overdue(sequence) and not turn.step.is_beside_long_ones(sequence)
+        if self._reads_cache(sequence) and not is_due and self._shared_prompts.should_wait(sequence, match.num_tokens):
             return SkipReason.PREFIX_COMPUTING
         return None
 

@@ -46,6 +46,11 @@ class StepBuilder:
             room = min(room, self._pacer.room(self.work, sequence.num_scheduled if start is None else start))
         return room
 
+    def is_beside_long_ones(self, sequence: Sequence) -> bool:
+        """Whether this is a long prompt and others are being computed in pieces (`LongPrompts`), so that it is no later
+        if it waits to find their tokens in the cache."""
+        return False
+
     def add(self, sequence: Sequence, count: int) -> None:
         """Compute the next `count` tokens of `sequence`; its block table must cover them when the step is built."""
         assert 0 < count <= self.num_tokens_left, f"{count} tokens do not fit {self.num_tokens_left}"

@@ -15,6 +15,7 @@ from punica_core.engine.runner import LORA_LAYOUT_BYTES, lora_layout_bytes
 from punica_core.errors import ConfigError
 from punica_core.model.loader import LOADING
 from punica_core.model.shapes import model_shapes
+from punica_core.scheduler.long_prompts import LongPrompts
 from tests.support.peft_adapters import tiny_llama
 
 
@@ -68,6 +69,15 @@ def test_what_is_set_aside_for_adapters_as_they_are_computed_is_no_room_for_kv(
     config = EngineConfig(model=str(tmp_path), device="cpu", lora=lora, adapter_host_bytes=100 * block_bytes)
     _engine, layout = build_engine(config, lambda what, fraction: None, lambda: None)
     assert layout.num_blocks == num_blocks
+
+
+@pytest.mark.parametrize(("target_step_ms", "expected"), [(30.0, LongPrompts()), (0.0, None)])
+def test_on_a_cpu_long_prompts_are_cut(target_step_ms: float, expected: LongPrompts | None, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", kv_tokens=512, target_step_ms=target_step_ms)
+    engine, _layout = build_engine(config, lambda what, fraction: None, lambda: None)
+    assert engine._scheduler._long_prompts == expected
+    assert engine._scheduler._pacer is None
 
 
 def test_the_front_end_is_told_what_adapters_must_fit_before_the_weights_are_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -17,7 +18,7 @@ from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
 from punica_core.scheduler.step_builder import StepBuilder
 from tests.scheduler.test_adapter_room import AnyoneMakesWayInVain
-from tests.support.scheduler_machine import AheadMachine, SchedulerMachine
+from tests.support.scheduler_machine import LONG_PROMPTS, AheadMachine, SchedulerMachine
 from tests.support.scheduling import Rig, make_rig
 
 TestScheduler = SchedulerMachine.TestCase
@@ -81,6 +82,28 @@ class LetsAnyonePass(Scheduler):
     def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
         skip = super()._admit(sequence, turn)
         return None if skip is SkipReason.NO_BLOCKS else skip
+
+
+class LetsShortOnesPass(Scheduler):
+    """A long prompt may be overtaken for ever."""
+
+    def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
+        skip = super()._admit(sequence, turn)
+        return None if skip is SkipReason.NO_TOKENS else skip
+
+
+class FillsStepsOfStreams(Scheduler):
+    def _begin_step(self, now: float) -> StepBuilder:
+        step = super()._begin_step(now)
+        step.room_for = partial(StepBuilder.room_for, step)  # type: ignore[method-assign]
+        return step
+
+
+class KeepsPiecesOfPreempted(Scheduler):
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        long_ones = list(step._long)  # type: ignore[attr-defined]
+        super()._preempt(sequence, step)
+        step._long = long_ones  # type: ignore[attr-defined]
 
 
 class ForgetsTenants(Scheduler):
@@ -181,12 +204,15 @@ class SendsTokensOfEnded(Scheduler):
 
 
 READ_THE_CACHE = (ForgetsTenants, ReadsCacheForPromptLogprobs, WaitsForAnOldPrefix)
+CUT_LONG_PROMPTS = (LetsShortOnesPass, FillsStepsOfStreams, KeepsPiecesOfPreempted)
 
 
 def rig_with(scheduler: type[Scheduler] = Scheduler, cache: type[PrefixCache] = PrefixCache) -> Callable[..., Rig]:
     def build(**options: object) -> Rig:
         if cache is not PrefixCache or scheduler in READ_THE_CACHE:
             options["prefix_cache"] = True
+        if scheduler in CUT_LONG_PROMPTS:
+            options |= {"long_prompts": LONG_PROMPTS, "pacer": None}
         return make_rig(**options, scheduler_type=scheduler, cache_type=cache)  # type: ignore[arg-type]
 
     return build
@@ -205,6 +231,9 @@ BROKEN: list[tuple[type, type[SchedulerMachine]]] = [
             AnswersCancelledAgain,
             IgnoresSeats,
             LetsAnyonePass,
+            LetsShortOnesPass,
+            FillsStepsOfStreams,
+            KeepsPiecesOfPreempted,
             ForgetsTenants,
             ReadsCacheForPromptLogprobs,
             ForgetsWhatIsScored,

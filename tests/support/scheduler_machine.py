@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from punica_core.errors import AdapterInvalid
 from punica_core.protocol import AdapterRef, FinishReason, NewSequence
+from punica_core.scheduler.long_prompts import MAX_SERVED, LongPrompts
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import RowPlan, StepPlan, StepResult, StepWork
 from punica_core.scheduler.sequence import Sequence, Status
@@ -38,6 +39,7 @@ OVERTAKE_LIMIT = 0.45
 ADAPTER_WAIT_LIMITS = [0.15, 0.45]
 STEP_SIZES = StepSizes(prompt_rows=(2, 4, 6), max_prompts=2)
 STEP_TARGET = 0.4
+LONG_PROMPTS = LongPrompts(min_tokens=5, piece=2, max_started=2)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -63,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         load_steps=st.integers(0, 3),
         adapter_wait_limit=st.sampled_from(ADAPTER_WAIT_LIMITS),
         paced=st.booleans(),
+        long_prompts=st.sampled_from([None, LONG_PROMPTS]),
     )
     def build(
         self,
@@ -72,8 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         load_steps: int,
         adapter_wait_limit: float,
         paced: bool,
+        long_prompts: LongPrompts | None,
     ) -> None:
-        self.paced = paced
+        self.long_prompts = long_prompts
+        self.paced = paced and long_prompts is None  # a GPU is paced, a CPU cuts long prompts
         self.rig: Rig = self.rig_factory(
             num_blocks=NUM_BLOCKS,
             num_slots=num_slots,
@@ -86,7 +91,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
             overtake_limit=OVERTAKE_LIMIT,
             adapter_wait_limit=adapter_wait_limit,
-            pacer=Pacer(STEP_TARGET, 8, STEP_SIZES) if paced else None,
+            pacer=Pacer(STEP_TARGET, 8, STEP_SIZES) if self.paced else None,
+            long_prompts=long_prompts,
         )
 
     @rule(
@@ -328,6 +334,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.paced and has_stream:
             assert num_rows <= STEP_SIZES.prompt_rows[-1], "streams wait for too long a prompt"
             assert len(prompts) <= (STEP_SIZES.max_prompts or 0), "streams wait for too many prompts"
+        if self.long_prompts is not None and has_stream:
+            is_long = self.long_prompts.is_long
+            cut = [
+                row for row in old if not row.samples and is_long(row.sequence.num_tokens - row.sequence.cached_tokens)
+            ]
+            assert sum(row.count for row in cut) <= MAX_SERVED * self.long_prompts.piece, (
+                "streams wait for a long prompt"
+            )
 
     def _asked_for_room(self, sequence: Sequence) -> bool:
         """Whether this waiting sequence was refused room in the last pass: one sequence an adapter asks, the oldest of

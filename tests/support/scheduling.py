@@ -23,6 +23,7 @@ from punica_core.protocol import (
     TokenLogprobs,
 )
 from punica_core.scheduler.limits import SchedulerLimits
+from punica_core.scheduler.long_prompts import LongPrompts
 from punica_core.scheduler.pacing import Pacer
 from punica_core.scheduler.plan import RowPlan, SampledToken, StepPlan, StepResult, StepWork
 from punica_core.scheduler.scheduler import Scheduler
@@ -247,6 +248,7 @@ def make_rig(
     overtake_limit: float = 1.0,
     adapter_wait_limit: float = 1.0,
     pacer: Pacer | None = None,
+    long_prompts: LongPrompts | None = None,
     step_seconds: Callable[[StepWork], float] | None = None,
     residency_type: type[FakeResidency] = FakeResidency,
     scheduler_type: type[Scheduler] = Scheduler,
@@ -266,7 +268,7 @@ def make_rig(
     pool = BlockPool(num_blocks)
     cache = cache_type(pool, BLOCK_SIZE) if prefix_cache else None
     residency = residency_type(num_slots, load_steps)
-    scheduler = scheduler_type(limits, pool, cache, residency, pacer)
+    scheduler = scheduler_type(limits, pool, cache, residency, pacer, long_prompts)
     return Rig(limits, pool, cache, residency, scheduler, FakeModel(), seconds_of=step_seconds)
 
 
