@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -15,7 +16,7 @@ import torch
 
 from punica_core.ops.build import source_directory
 from punica_core.ops.linear import LinearTile, fits_kernel
-from tests.ops.linear_emulator import KERNELS, EmulatedLinear, KernelFailed
+from tests.ops.linear_emulator import KERNELS, EmulatedLinear, KernelFailed, NoRoom
 from tests.ops.test_lora_linear import Layer, make_layer
 from tests.support.emulation import compile_kernels
 from tests.support.lora_batch import rows_of
@@ -133,6 +134,18 @@ def test_a_tile_that_does_not_fit_is_refused(library) -> None:
 
 NEXT, DONE = -4, -3
 """Words of a plan: the counters of the queue and of complete units."""
+
+
+@pytest.mark.parametrize(("room", "is_started"), [(3, False), (4, True)])
+def test_a_gpu_without_room_for_all_blocks_at_once_does_not_start(library, room, is_started) -> None:
+    tried = CASES["one row"]  # two clusters of two
+    layer = tried.layer()
+    out = torch.full_like(layer.batch.y, torch.nan)
+    kernel = EmulatedLinear(library, room=room, device=room)
+    for _ in range(2):  # as it is asked once, and later remembered
+        with contextlib.nullcontext() if is_started else pytest.raises(NoRoom, match="4 blocks, room for 3"):
+            kernel(layer.batch, layer.weight, layer.bias, out, tried.tile)
+    assert out.isnan().all() != is_started
 
 
 def with_max_rank(layer: Layer, max_rank: int) -> None:

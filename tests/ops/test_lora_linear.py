@@ -382,3 +382,17 @@ def test_what_has_no_tile(wrong) -> None:
 def test_wrong_arguments_are_named(change, message) -> None:
     with pytest.raises(RuntimeError, match=message):
         change(make_layer([0, 0], ranks=[13], dtype=torch.float32, device="cpu")).run()
+
+
+@pytest.mark.gpu
+def test_a_layer_whose_blocks_do_not_all_run_at_once_is_refused() -> None:
+    """They wait for each other. The driver is asked; nothing has been started, so calls that fit go on."""
+    if not linear_ops.fits_kernel(torch.device("cuda")):
+        pytest.skip("another GPU")
+    layer = make_layer(rows_of([5]), in_features=256, out_features=(16 * 1024,), ranks=[16])
+    batch, out = layer.batch, torch.empty_like(layer.batch.y)
+    tables = (batch.arena.buffer, batch.table, batch.plan.plan)
+    call = (out, batch.v, batch.x, layer.weight, layer.bias, *tables, batch.out_features, batch.max_rank)
+    with pytest.raises(RuntimeError, match="too many blocks in cooperative launch"):
+        torch.ops.punica.lora_linear_tile(*call, list(LinearTile(rows=8, height=16, splits=1, boxes=2, stages=6)))
+    layer.check()

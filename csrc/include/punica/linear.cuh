@@ -7,10 +7,14 @@
 // comes behind W runs once, and is fetched as it runs: it is short, without copies.
 #pragma once
 
+#include <array>
+#include <bit>
+
 #include "punica/linear_add.cuh"
 #include "punica/linear_adapters.cuh"
 #include "punica/linear_params.h"
 #include "punica/linear_shrink.cuh"
+#include "punica/per_device.h"
 #include "punica/wgmma.cuh"
 
 namespace punica {
@@ -270,11 +274,24 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) linear_kernel(const __grid
 #endif
 }
 
+// Clusters of 1, 2, 4 and 8 blocks that a GPU has room for at the same time.
+using LinearRoom = std::array<int, 4>;
+
 template <typename T, typename Shape>
 cudaError_t launch_linear_shape(LinearParams const& params, int shared_bytes, LaunchConfig const& config) {
+  static PerDevice<LinearRoom> rooms;
   auto* const kernel = linear_kernel<T, Shape>;
   cudaError_t const allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes);
   if (allowed != cudaSuccess) return allowed;
+  // Blocks wait for what others shrink: if one could begin only when another has ended, they would wait for ever.
+  LinearRoom const room = rooms.of(config.device, [&] {
+    LinearRoom clusters{};
+    for (size_t i = 0; i < clusters.size(); ++i) clusters[i] = clusters_at_once(kernel, Shape::kThreads, 1 << i, kLinearSharedBytes);
+    static_cast<void>(cudaGetLastError());  // that there is none is no error of a later call
+    return clusters;
+  });
+  auto const splits = static_cast<unsigned>(params.tile.splits);
+  if (room[std::countr_zero(splits)] * params.tile.splits < params.shrink.scratch.num_blocks) return cudaErrorCooperativeLaunchTooLarge;
   return launch_clusters(kernel, params.shrink.scratch.num_blocks, Shape::kThreads, params.tile.splits, shared_bytes, params, config);
 }
 

@@ -14,6 +14,7 @@ from tests.ops.emulator import MAX_SLICES, _Scratch, _ShrinkParams, _tables
 from tests.support.lora_batch import LoraBatch
 
 KERNELS = Path(__file__).with_name("kernels.cpp")
+MUCH_ROOM = 1 << 20
 _MAP_WORDS = 16
 """Of what the driver makes of a matrix, 128 bytes on 64."""
 
@@ -55,18 +56,26 @@ class KernelFailed(RuntimeError):
     """A thread did what it must not, or they wait for each other for ever."""
 
 
+class NoRoom(RuntimeError):
+    """The kernel was not started, as its blocks would wait for others that cannot begin."""
+
+
 class EmulatedLinear:
     """``ops.lora_linear`` of a batch whose tensors lie on the CPU, by its kernel.
 
     Raises KernelFailed for what cannot be seen in the result, ValueError if the tile does not fit.
 
+    Raises NoRoom if not all blocks can run at once.
+
     Args:
         library: what `tests.support.emulation` made of KERNELS.
+        room: blocks that the pretended GPU runs at once. device: its number; a GPU is asked once.
     """
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, *, room: int = MUCH_ROOM, device: int = 0) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.linear_failure.restype = ctypes.c_char_p
+        self._pretended = (room, device)
 
     def __call__(
         self, batch: LoraBatch, weight: Tensor, bias: Tensor | None, y: Tensor, tile: LinearTile, *, seed: int = 0
@@ -102,9 +111,12 @@ class EmulatedLinear:
             column += width
         maps = (ctypes.byref(_Map.of(weight)), ctypes.byref(_Map.of(batch.x)))
         is_bf16 = int(y.dtype == torch.bfloat16)
+        self._library.set_linear_room(*self._pretended)
         outcome = self._library.linear(is_bf16, ctypes.byref(params), *maps, batch.max_rank, ctypes.c_uint(seed))
         if outcome == 1:
             raise ValueError(f"no such tile: {tile}")
+        if outcome == 3:
+            raise NoRoom(f"{params.shrink.scratch.num_blocks} blocks, room for {self._pretended[0]}")
         if outcome:
             raise KernelFailed(self._library.linear_failure().decode())
         if counters.any():

@@ -3,6 +3,8 @@
 
 namespace {
 
+int pretended_device = 0;
+
 // Until the kernel in front has ended, x and the counters are not what they will be, and nobody may write.
 void begin_in_front(punica::LinearParams const& params) {
   using namespace punica;
@@ -24,9 +26,16 @@ void begin_in_front(punica::LinearParams const& params) {
 
 extern "C" {
 
+// Of the GPU that is pretended from now on, of this number: so many blocks at once.
+void set_linear_room(int blocks, int device) {
+  pretended_device = device;
+  for (int cluster = 1; cluster <= 8; cluster *= 2) punica::room[cluster] = blocks / cluster;
+}
+
 char const* linear_failure() { return emulator::failure.c_str(); }
 
-// What `params` lacks is worked out here: the maps, and what follows from the tile. 1: no such tile, 2: see linear_failure.
+// What `params` lacks is worked out here: the maps, and what follows from the tile. 1: no such tile, 2: see linear_failure, 3: no room for
+// all blocks at once.
 int linear(int bf16, punica::LinearParams* params, punica::EmulatedMap const* weight, punica::EmulatedMap const* x, int max_rank, unsigned seed) {
   using namespace punica;
   new (&params->weight) EmulatedMap(*weight);
@@ -37,8 +46,10 @@ int linear(int bf16, punica::LinearParams* params, punica::EmulatedMap const* we
   if (shared_bytes == 0) return 1;
   begin_in_front(*params);
   emulator::starts_next_late = true;
-  LaunchConfig const config{static_cast<int>(seed), true, nullptr};
+  LaunchConfig config{static_cast<int>(seed), true, nullptr};
+  config.device = pretended_device;
   auto const launch = bf16 ? launch_linear<__nv_bfloat16> : launch_linear<__half>;
-  return launch(*params, shared_bytes, config) == cudaSuccess ? 0 : 2;
+  cudaError_t const error = launch(*params, shared_bytes, config);
+  return error == cudaErrorCooperativeLaunchTooLarge ? 3 : error == cudaSuccess ? 0 : 2;
 }
 }
