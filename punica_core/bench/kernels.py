@@ -172,7 +172,7 @@ def summarise(points: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of the module."""
-    parser = argparse.ArgumentParser(prog="python -m punica_core.bench.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="punica bench kernels", description=__doc__)
     parser.add_argument("--section", action="append", choices=SECTIONS, help="default: all")
     parser.add_argument("--only-ours", action="store_true", help="leave out the competitors beside fused groups")
     parser.add_argument("--peers", type=Path, help="JSON lines of other systems' times")

@@ -1,6 +1,6 @@
 """What deciding costs: time of `schedule`, `measured` and `update` in steps that execute nothing.
 
-    python -m punica_core.bench.scheduler
+    punica bench scheduler
 
 CPU time of the thread, median of the steps after the prompts are prefilled. Each step is planned while the one before
 is in flight, as for a GPU. Needs neither torch nor a model.
@@ -8,10 +8,11 @@ is in flight, as for a GPU. Needs neither torch nor a model.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from punica_core.kv.block_pool import BlockPool
 from punica_core.kv.prefix_cache import PrefixCache
@@ -120,8 +121,9 @@ def _refs(name: str, count: int) -> list[AdapterRef]:
     ]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print one line a case."""
+    argparse.ArgumentParser(prog="punica bench scheduler", description=__doc__).parse_args(arguments)
     cases = [(64, 0, 0, 0), (64, 1000, 0, 0), (64, 0, 1000, 0), (64, 0, 0, 8), (128, 0, 0, 0), (256, 0, 0, 0)]
     print("running  no seat  cold  joining   ms a step")
     for num_running, num_waiting, num_cold, num_joining in cases:

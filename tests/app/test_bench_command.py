@@ -26,12 +26,20 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("kernels", "--peers"),
         ("decode", "--batches"),
         ("throughput", "--sweep-adapters"),
+        ("scheduler", "punica bench scheduler"),
     ],
 )
 def test_help_of_each_benchmark_names_its_flags(name: str, flag: str) -> None:
     done = bench(name, "--help")
     assert done.returncode == 0, done.stderr
     assert flag in done.stdout
+
+
+@pytest.mark.parametrize("name", ["scheduler", "pacing"])
+def test_a_flag_that_a_benchmark_does_not_have_is_refused(name: str) -> None:
+    done = bench(name, "--no-such-flag")
+    assert done.returncode == 2
+    assert f"punica bench {name}: error: unrecognized arguments: --no-such-flag" in done.stderr
 
 
 def test_help_lists_every_benchmark_with_what_it_measures() -> None:
