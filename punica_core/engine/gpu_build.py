@@ -280,7 +280,7 @@ class _Builder:
 
     def _lora(self, tables: AdapterTables, arena: Arena) -> TableLoRA:
         bind_tables(self._loaded.model, self.modules, tables)
-        # Fused steps are compiled where they are captured.
+        # The kernel for a layer and its LoRA is compiled where it is captured.
         limits = self._limits
         return TableLoRA(
             tables,
