@@ -74,7 +74,11 @@ void lora_linear_tile(Tensor y, Tensor v, Tensor x, Tensor weight, std::optional
   int const shared_bytes = punica::fit_tile(params, to_int(max_rank));
   STD_TORCH_CHECK(shared_bytes > 0, "no such tile: ", params.stages, " stages of ", params.stage_bytes(), " bytes");
   auto const launch = dtype == ScalarType::BFloat16 ? punica::launch_linear<__nv_bfloat16> : punica::launch_linear<__half>;
-  check_cuda(launch(params, shared_bytes, config), "lora_linear_tile");
+  cudaError_t const error = launch(params, shared_bytes, config);
+  STD_TORCH_CHECK(error != cudaErrorCooperativeLaunchTooLarge, "punica::lora_linear_tile: ", params.shrink.scratch.num_blocks, " blocks of ",
+                  params.tile.height, " columns wait for each other, and this GPU, or the part of it that this process has, does not run as many at once: ",
+                  cudaGetErrorString(error), "; compute the layer with torch.mm between lora_shrink and lora_expand");
+  check_cuda(error, "lora_linear_tile");
 }
 
 }  // namespace
