@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from app.bench.command import WORKER_BENCHMARKS
-
-ROOT = Path(__file__).parents[2]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,5 +62,10 @@ def test_an_unknown_benchmark_is_an_error_that_names_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", WORKER_BENCHMARKS)
 def test_output_of_the_workers_benchmarks_may_lose_its_reader(name: str) -> None:
-    source = (ROOT / "punica_core" / "bench" / f"{name}.py").read_text()
-    assert source.endswith('if __name__ == "__main__":\n    sys.exit(until_unread(main))\n')
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "app", "bench", name, "--help"]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open(writer, "w") as lost:
+        done = subprocess.run(command, stdout=lost, stderr=subprocess.PIPE, text=True, env=buffered)
+    assert (done.returncode, done.stderr) == (141, "")
