@@ -48,6 +48,7 @@ class SurveyThread:
         self._beside_requests = threading.Event()
         self._ended = threading.Event()
         self._refused: set[str] = set()
+        self._looked_at_all = False
 
     def begin(self, registry: AdapterRegistry) -> None:
         """Look at these adapters once the base is known."""
@@ -61,8 +62,15 @@ class SurveyThread:
 
     def _run(self, registry: AdapterRegistry) -> None:
         self._base_known.wait()
-        survey_adapters(registry, self._base, self._max_lora_rank, self._refused, self._rest)
-        self._ended.set()
+        try:
+            survey_adapters(registry, self._base, self._max_lora_rank, self._refused, self._rest)
+            self._looked_at_all = True
+        except TimeoutError:
+            log.warning("The adapters' directory does not answer: which are refused shows when they are asked for.")
+        except Exception:
+            log.exception("The adapters were not all looked at; those that were not are when they are asked for.")
+        finally:
+            self._ended.set()
 
     def _rest(self, worked: float) -> None:
         if self._beside_requests.is_set():
@@ -72,8 +80,9 @@ class SurveyThread:
         """What was found; waits so long at most, and has the rest looked at beside requests. Call it when the worker
         is ready: if it has not told the base's shapes by then it never will, and what fits them is not looked at."""
         self._base_known.set()
-        complete = self._ended.wait(seconds)
+        self._ended.wait(seconds)
         self._beside_requests.set()
+        complete = self._looked_at_all  # before what it found: that may still grow
         return Survey(frozenset(self._refused), complete)
 
 
@@ -91,7 +100,7 @@ def survey_adapters(
 ) -> None:
     """Look at the headers of all adapters, add to `refused` the names of those that will be, and log the reasons of the
     first. base: what they must fit, None if the engine does not tell. rest: called after each adapter with the seconds
-    that it took."""
+    that it took. Raises TimeoutError if the directory itself does not answer."""
     kinds = KnownKinds(base, max_lora_rank)
     for name in registry.names():
         began = time.monotonic()

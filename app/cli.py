@@ -260,7 +260,10 @@ class Server(uvicorn.Server):
             self._saying = asyncio.create_task(self._say_ready(), name="ready")
 
     async def _say_ready(self) -> None:
-        say(await self._ready())
+        try:
+            say(await self._ready())
+        except Exception:  # nobody awaits this task; requests are served all the same
+            log.exception("The server is ready, but the lines that say so could not be printed.")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._saying is not None:

@@ -174,6 +174,33 @@ def test_nobody_waits_for_files_that_never_come(tmp_path: Path, monkeypatch: pyt
     assert surveying.result(seconds=30) == Survey(frozenset({"broken", "pickled"}))
 
 
+@pytest.mark.parametrize(
+    ("error", "told", "has_traceback"),
+    [(TimeoutError(), "does not answer", False), (ValueError("odd"), "not all looked at", True), (None, "", False)],
+)
+def test_a_survey_that_fails_says_so_and_keeps_nobody_waiting(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception | None,
+    told: str,
+    has_traceback: bool,
+) -> None:
+    def fail(registry: AdapterRegistry) -> list[str]:
+        if error is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr(AdapterRegistry, "names", fail)
+    surveying = SurveyThread(256)
+    surveying.on_progress(Progress("loading", shapes=base_of(576)))
+    surveying.begin(AdapterRegistry(tmp_path, ()))
+    assert surveying._ended.wait(30)
+    assert surveying.result(seconds=0) == Survey(complete=error is None)
+    assert [told in record.message for record in caplog.records] == [True] * bool(told)
+    assert [bool(record.exc_info) for record in caplog.records] == [has_traceback] * bool(told)
+
+
 def test_of_many_refusals_the_first_are_logged_and_the_rest_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -285,7 +286,9 @@ def test_a_server_that_cannot_listen_is_not_ready() -> None:
                 cli._listen(second, chosen, 5)
 
 
-async def test_requests_do_not_wait_for_the_lines_that_say_ready() -> None:
+async def answer_of_server(ready: Callable[[], Awaitable[str]]) -> int:
+    """The status that a server answers with which says what `ready` gives."""
+
     class Idle:
         async def finish_drain(self) -> None:
             pass
@@ -294,17 +297,35 @@ async def test_requests_do_not_wait_for_the_lines_that_say_ready() -> None:
         await send({"type": "http.response.start", "status": 204})
         await send({"type": "http.response.body"})
 
+    with cli._bind(Settings(port=0)) as listener:
+        cli._listen(listener, Settings(), 5)
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        server = cli.Server(config, cast(Service, Idle()), ready)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        server.should_exit = True
+        await asyncio.wait_for(serving, 30)
+    return answer.status_code
+
+
+async def test_requests_do_not_wait_for_the_lines_that_say_ready() -> None:
     async def never() -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
-    with cli._bind(Settings(port=0)) as listener:
-        cli._listen(listener, Settings(), 5)
-        config = uvicorn.Config(app, lifespan="off", log_config=None)
-        server = cli.Server(config, cast(Service, Idle()), never)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        async with httpx.AsyncClient() as http:
-            answer = await http.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-        assert answer.status_code == 204
-        server.should_exit = True
-        await asyncio.wait_for(serving, 30)
+    assert await answer_of_server(never) == 204
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_what_goes_wrong_with_the_lines_that_say_ready_is_in_the_log(
+    fails: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ready() -> str:
+        if fails:
+            raise ValueError("odd")
+        return "Ready"
+
+    assert await answer_of_server(ready) == 204
+    assert ["ValueError: odd" in (record.exc_text or "") for record in caplog.records] == [True] * fails
+    assert capsys.readouterr().out == ("" if fails else "Ready\n")
