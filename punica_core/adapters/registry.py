@@ -290,8 +290,8 @@ class AdapterRegistry:
     def _not_found(
         self, name: str, visible: Callable[[str], bool] | None, *, param: str = "model", why: str = ""
     ) -> ModelNotFound:
-        names = self._names_to_hint_at()
-        matches = close_matches(name, tuple(names if visible is None else filter(visible, names)))
+        others = [other for other in self._names_to_hint_at() if other != name]  # the listing may still have this one
+        matches = close_matches(name, tuple(others if visible is None else filter(visible, others)))
         hint = f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
         return ModelNotFound(f"The model {shorten(name, 100)!r} does not exist{why}.{hint}", param=param)
 

@@ -219,6 +219,18 @@ def test_a_misspelt_name_is_answered_with_the_right_one(registry: AdapterRegistr
         registry.resolve(name)
 
 
+@pytest.mark.parametrize(("deleted", "hint"), [("A", None), ("org/nested", " Did you mean 'org/nesting'?")])
+def test_a_deleted_adapter_is_not_its_own_correction(
+    registry: AdapterRegistry, root: Path, deleted: str, hint: str | None
+) -> None:
+    make_adapter(root / "org" / "nesting")
+    registry.names()
+    shutil.rmtree(root / deleted)
+    with pytest.raises(ModelNotFound) as caught:
+        registry.resolve(deleted)
+    assert caught.value.message == f"The model {deleted!r} does not exist.{hint or ''}"
+
+
 def test_close_matches_of_many_names_look_at_the_neighbours() -> None:
     names = tuple(f"adapter-{index:05d}" for index in range(20_000))
     matches = close_matches("adapter-1234S", names)
