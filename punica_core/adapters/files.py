@@ -17,6 +17,13 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that Git LFS has left in the place of a large one."""
+
+
+def lfs_advice(file_name: str) -> str:
+    return f"{file_name} is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in its repository."
+
 
 def signature_of(status: os.stat_result) -> FileSignature:
     """The state of a file, out of its stat."""

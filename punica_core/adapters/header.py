@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from punica_core.adapters.files import SourceFile
+from punica_core.adapters.files import LFS_POINTER, SourceFile, lfs_advice
 from punica_core.errors import AdapterInvalid, AdapterTooLarge, AdapterUnsupported
 
 MAX_HEADER_BYTES = 8 * 1024 * 1024
@@ -60,20 +60,24 @@ def raw_header(file: SourceFile) -> bytes:
     """The JSON of a safetensors file, unread. Raises what `read_header` raises."""
     if file.size == 0:
         raise AdapterInvalid(f"{file.name} has no weights: it is empty (0 bytes). Is it still being written?")
-    prefix = file.read(0, min(file.size, LENGTH_BYTES + 1))
-    if prefix[LENGTH_BYTES:] != b"{" and prefix.startswith(_PICKLE_STARTS):
+    prefix = file.read(0, min(file.size, len(LFS_POINTER)))
+    if prefix == LFS_POINTER:
+        raise AdapterInvalid(lfs_advice(file.name))
+    if prefix[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{" and prefix.startswith(_PICKLE_STARTS):
         raise AdapterUnsupported(f"{file.name} is a pickle file, not safetensors. {CONVERT_PICKLE}")
     if file.size < LENGTH_BYTES + 2:
         raise AdapterInvalid(f"{file.name} is truncated: {file.size} bytes cannot hold a safetensors header.")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise AdapterTooLarge(
-            f"{file.name} claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are read. Is it safetensors?"
+    if length > max(file.size, MAX_HEADER_BYTES):
+        raise AdapterInvalid(
+            f"{file.name} claims a header of {length} bytes, and has {file.size} in all. Is it safetensors?"
         )
     if LENGTH_BYTES + length > file.size:
         raise AdapterInvalid(
             f"{file.name} is truncated: its header ends at byte {LENGTH_BYTES + length}, the file at {file.size}."
         )
+    if length > MAX_HEADER_BYTES:
+        raise AdapterTooLarge(f"{file.name} claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are read.")
     return file.read(LENGTH_BYTES, length)
 
 
@@ -110,6 +114,8 @@ def parse_json_object(raw: bytes, file_name: str) -> dict[str, Any]:
 
     if raw.startswith(b"\xef\xbb\xbf"):
         raise AdapterInvalid(f"{file_name} starts with a byte order mark; save it as UTF-8 without one.")
+    if raw.startswith(LFS_POINTER):
+        raise AdapterInvalid(lfs_advice(file_name))
     try:
         value = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=reject)
     except RecursionError:

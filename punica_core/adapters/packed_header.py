@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from punica_core.adapters.files import SourceFile
+from punica_core.adapters.files import LFS_POINTER, SourceFile, lfs_advice
 from punica_core.adapters.format import MAX_PATH_LENGTH, samples
 from punica_core.adapters.header import ITEM_BYTES, MAX_HEADER_BYTES, TensorEntry, parse_json_object, shorten
 from punica_core.adapters.peft_config import MAX_ALPHA
@@ -106,6 +106,8 @@ def raw_head(file: SourceFile) -> tuple[bytes, int]:
     if file.size < _PREFIX_BYTES:
         raise AdapterInvalid(f"{file.name} is truncated: {file.size} bytes cannot hold the header of a packed adapter.")
     prefix = file.read(0, _PREFIX_BYTES)
+    if LFS_POINTER.startswith(prefix) and file.read(0, min(file.size, len(LFS_POINTER))) == LFS_POINTER:
+        raise AdapterInvalid(lfs_advice(file.name))
     if prefix[: len(MAGIC) - 1] != MAGIC[:-1]:
         raise AdapterInvalid(
             f"{file.name} is not a packed adapter: it does not begin as `punica adapters pack` writes."
@@ -116,8 +118,6 @@ def raw_head(file: SourceFile) -> tuple[bytes, int]:
             "it again."
         )
     length = int.from_bytes(prefix[len(MAGIC) :], "little")
-    if length > MAX_HEADER_BYTES:
-        raise AdapterTooLarge(f"{file.name} claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are read.")
     end = _PREFIX_BYTES + length
     start = end + -end % PAGE_BYTES
     if start > file.size:
@@ -125,6 +125,8 @@ def raw_head(file: SourceFile) -> tuple[bytes, int]:
             f"{file.name} is truncated: its header ends at byte {start}, the file at {file.size}. "
             "Is it still being written?"
         )
+    if length > MAX_HEADER_BYTES:
+        raise AdapterTooLarge(f"{file.name} claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are read.")
     head = file.read(0, start)
     if any(head[end:]):
         raise AdapterInvalid(f"{file.name}: there is something between its header and its elements.")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica_core.adapters.files import LFS_POINTER, lfs_advice
 from punica_core.errors import ConfigError
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -272,9 +273,13 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            prefix = file.read(len(LFS_POINTER))
+            if prefix == LFS_POINTER:
+                raise ConfigError(lfs_advice(str(path)), param="model")
+            length = int.from_bytes(prefix[:8], "little")
             if 8 + length > size or length > _MAX_HEADER_BYTES:
                 raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
+            file.seek(8)
             table = json.loads(file.read(length))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.", param="model") from error

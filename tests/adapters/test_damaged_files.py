@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from punica_core.adapters.format import AdapterManifest, ModelShapes, build_manifest
-from punica_core.adapters.header import TensorEntry, parse_header
+from punica_core.adapters.header import MAX_HEADER_BYTES, TensorEntry, parse_header
 from punica_core.adapters.peft_config import parse_config
 from punica_core.errors import AdapterInvalid, AdapterTooLarge
 from tests.support.adapter_loading import refusal
@@ -68,6 +68,13 @@ def test_a_damaged_or_hostile_file_is_refused(
     error = refusal(adapter, shapes)
     assert isinstance(error, AdapterInvalid | AdapterTooLarge)
     assert words in error.message
+
+
+def test_a_header_is_too_large_only_if_the_file_has_it(adapter: Path, shapes: ModelShapes) -> None:
+    write(adapter, {}, length=MAX_HEADER_BYTES + 1)
+    assert isinstance(refusal(adapter, shapes), AdapterInvalid)
+    os.truncate(adapter / "adapter_model.safetensors", MAX_HEADER_BYTES + 100)
+    assert isinstance(refusal(adapter, shapes), AdapterTooLarge)
 
 
 def test_a_truncated_file_is_refused_with_both_sizes(adapter: Path, shapes: ModelShapes) -> None:

@@ -70,6 +70,9 @@ def entry(**changes: Any) -> Edit:
     return header(lambda table: table[next(name for name in table if name != "__metadata__")].update(changes))
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1000000\n"
+
+
 def weights(content: bytes) -> Edit:
     return lambda folder: (folder / WEIGHTS_NAME).write_bytes(content)
 
@@ -166,8 +169,10 @@ CASES: dict[str, Case] = {
     "a link to a device": ("plain", linked("/dev/zero"), "adapter_invalid: is missing"),
     "a pipe": ("plain", piped, "adapter_invalid: not a regular file"),
     "shards": ("plain", sharded, "adapter_invalid: is missing"),
-    "a web page": ("plain", weights(b"<html>Not found</html>" * 9), "adapter_too_large: Is it safetensors?"),
-    "a pointer": ("plain", weights(b"version https://git-lfs.github.com/spec/v1\n"), "adapter_too_large: Is it safe"),
+    "a web page": ("plain", weights(b"<html>Not found</html>" * 9), "adapter_invalid: Is it safetensors?"),
+    "a pointer": ("plain", weights(LFS), "adapter_invalid: is a Git LFS pointer, not the file"),
+    "no pointer": ("plain", weights(LFS.replace(b"git-lfs", b"get-lfs")), "adapter_invalid: Is it safetensors?"),
+    "a pointer as config": ("plain", raw_config(LFS), "adapter_invalid: is a Git LFS pointer, not the file"),
     "offsets below 0": ("plain", entry(data_offsets=[-4, 4]), "adapter_invalid: offsets"),
     "sides of 2^40": ("plain", entry(shape=[2**40, 2**40]), "adapter_invalid: needs"),
     "sides that are fractions": ("plain", entry(shape=[2.0, 48]), "adapter_invalid: shape"),

@@ -296,10 +296,14 @@ def test_a_hostile_header_is_refused(
 def test_a_header_out_of_bounds_is_refused(packed: Path, shapes: ModelShapes) -> None:
     table, data = split(packed)
     raw = packed.read_bytes()
-    packed.write_bytes(raw[:8] + (2**60).to_bytes(8, "little") + raw[16:])
+    for length in (2**60, MAX_HEADER_BYTES + 1, MAX_HEADER_BYTES):
+        packed.write_bytes(raw[:8] + length.to_bytes(8, "little") + raw[16:])
+        error = refusal(packed, shapes)
+        assert isinstance(error, AdapterInvalid)
+        assert "truncated" in error.message
+    packed.write_bytes(raw[:8] + (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + raw[16:])
+    os.truncate(packed, MAX_HEADER_BYTES + 2 * PAGE_BYTES)
     assert isinstance(refusal(packed, shapes), AdapterTooLarge)
-    packed.write_bytes(raw[:8] + (MAX_HEADER_BYTES).to_bytes(8, "little") + raw[16:])
-    assert "truncated" in refusal(packed, shapes).message
     packed.write_bytes(raw[:7] + b"\2" + raw[8:])
     assert "format 2, this server reads 1" in refusal(packed, shapes).message
     packed.write_bytes(b"safetens" + raw[8:])
@@ -309,6 +313,14 @@ def test_a_header_out_of_bounds_is_refused(packed: Path, shapes: ModelShapes) ->
         assert isinstance(refusal(packed, shapes), AdapterInvalid)
     join(packed, table, data)
     assert read(packed, shapes).modules, "unchanged it is served"
+
+
+@pytest.mark.parametrize(("server", "words"), [("git-lfs", "a Git LFS pointer"), ("get-lfs", "not a packed adapter")])
+def test_a_pointer_of_git_lfs_is_called_that(packed: Path, shapes: ModelShapes, server: str, words: str) -> None:
+    packed.write_text(f"version https://{server}.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n")
+    error = refusal(packed, shapes)
+    assert isinstance(error, AdapterInvalid)
+    assert words in error.message
 
 
 def test_cut_anywhere_or_grown_it_is_refused(packed: Path, shapes: ModelShapes) -> None:

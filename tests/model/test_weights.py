@@ -260,6 +260,8 @@ def header(**entries: Any) -> bytes:
     [
         (b"", "header claims"),
         (struct.pack("<Q", 1 << 60) + b"{}", "header claims"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "is a Git LFS pointer.*: run `git lfs pull`"),
+        (b"version https://get-lfs.github.com/spec/v1\noid sha256:00", "header claims"),
         (struct.pack("<Q", 4) + b"nope", "no sound safetensors file"),
         (struct.pack("<Q", 2) + b"[]", "no object"),
         (header(w={"dtype": "F32", "shape": [2]}), "lacks dtype, shape or data_offsets"),
