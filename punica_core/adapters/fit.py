@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from punica_core.adapters.files import CONFIG_NAME
 from punica_core.adapters.format import AdapterManifest, LoraModule, TokenRows, samples
 from punica_core.adapters.header import TensorEntry, shorten
 from punica_core.adapters.shapes import ModelShapes
 from punica_core.errors import AdapterInvalid, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
 
-_OTHER_BASE = "Was it trained on another base model?"
 _RESIZED = "the vocabulary was resized, or it is of another base model; serve a base of that vocabulary"
 
 
@@ -110,10 +110,10 @@ def _fit_linears(fit: AdapterFit, manifest: AdapterManifest) -> None:
         raise AdapterMismatch(
             f"{len(unmatched)} of {len(placed)} adapted modules are not in the base model: found "
             f"{samples(unmatched)}; expected names like {samples(_likely(unmatched, fit.shapes))}. "
-            "Was it trained on another base model, or saved with other names?"
+            f"{_other_base(manifest, ', or saved with other names')}"
         )
     for path, module in manifest.modules.items():
-        _check_shape(fit.shapes, module, placed[path])
+        _check_shape(fit.shapes, manifest, module, placed[path])
         for target, rows in placed[path]:
             _check_scale(manifest, module, target)
             fit.linears.setdefault(target, []).append(LoraShare(module, rows))
@@ -146,7 +146,15 @@ def _spellings(shapes: ModelShapes, path: str) -> tuple[str, ...]:
     return (path, f"{outermost}.{path}") if outermost else (path,)
 
 
-def _check_shape(shapes: ModelShapes, module: LoraModule, places: Sequence[tuple[str, RowShare]]) -> None:
+def _other_base(manifest: AdapterManifest, or_else: str = "") -> str:
+    """The question, and what its config names as its base: sooner told than found."""
+    named = manifest.settings.base_model
+    return f"Was it trained on another base model{or_else}?" + (f" {CONFIG_NAME} names {named!r}." if named else "")
+
+
+def _check_shape(
+    shapes: ModelShapes, manifest: AdapterManifest, module: LoraModule, places: Sequence[tuple[str, RowShare]]
+) -> None:
     first = places[0][0]
     in_features, out_features = shapes[first][0], sum(shapes[target][1] for target, _ in places)
     share = next((found for name in _spellings(shapes, module.path) if (found := shapes.share(name))), None)
@@ -154,7 +162,7 @@ def _check_shape(shapes: ModelShapes, module: LoraModule, places: Sequence[tuple
         out_features = share[2]
     if (module.in_features, module.out_features) == (in_features, out_features):
         return
-    why = _OTHER_BASE
+    why = _other_base(manifest)
     if first == shapes.head and module.in_features == in_features:
         why = f"The head has {module.out_features} rows in the adapter and {out_features} in the base: {_RESIZED}."
     raise AdapterMismatch(
@@ -243,7 +251,7 @@ def _fit_biases(fit: AdapterFit, manifest: AdapterManifest) -> None:
         if bare:
             raise AdapterMismatch(
                 f"{shorten(entry.name)!r} is a trained bias, but {bare[0]!r} has no bias in the base model. "
-                f"{_OTHER_BASE}"
+                f"{_other_base(manifest)}"
             )
         share = next((found for name in _spellings(shapes, path) if (found := shapes.share(name))), None)
         partial = share is not None and share[0] == places[0][0]
@@ -251,7 +259,7 @@ def _fit_biases(fit: AdapterFit, manifest: AdapterManifest) -> None:
         if count != expected:
             raise AdapterMismatch(
                 f"{shorten(entry.name)!r} has the shape {list(entry.shape)}, the base model has [{expected}]. "
-                f"{_OTHER_BASE}"
+                f"{_other_base(manifest)}"
             )
         for target, rows in places:
             fit.biases.setdefault(target, []).append(BiasShare(entry, rows))
@@ -278,7 +286,7 @@ def _fit_token_rows(fit: AdapterFit, manifest: AdapterManifest) -> None:
         if trained.rows.shape[1] != width:
             raise AdapterMismatch(
                 f"{shorten(trained.rows.name)!r} has the shape {list(trained.rows.shape)}, rows of {target!r} have "
-                f"{width} values. {_OTHER_BASE}"
+                f"{width} values. {_other_base(manifest)}"
             )
         if max(trained.token_ids) >= vocab:
             raise AdapterMismatch(

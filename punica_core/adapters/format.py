@@ -251,7 +251,8 @@ def _module(settings: LoraSettings, path: str, roles: Entries, role_a: TensorRol
     rank = settings.rank_of(path)
     if a.shape[0] != rank:
         raise AdapterInvalid(
-            f"{path!r} has rank {a.shape[0]} in its tensors and {rank} in {CONFIG_NAME} (r and rank_pattern)."
+            f"{path!r} has rank {a.shape[0]} in its tensors and {rank} in {CONFIG_NAME} (r and rank_pattern). "
+            "Take both files from one training run, or set r to what it was trained with."
         )
     magnitude, b_bias = roles.get(TensorRole.DORA_MAGNITUDE), roles.get(TensorRole.LORA_BIAS)
     for entry in (magnitude, b_bias):

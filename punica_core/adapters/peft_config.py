@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from punica_core.adapters.header import parse_json_object, shorten
@@ -28,6 +28,8 @@ _LITERAL = re.compile(r"\^?(?:[\w.-]|\\\.)*")
 _REPEAT = re.compile(r"[*+?{]")
 _PREFIX = r"(?:.*\.)?"
 _REPEATS_OF_PREFIX = len(_REPEAT.findall(_PREFIX)) + 1  # and the group behind it, (?:…)
+_MODEL_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
+_MAX_MODEL_ID = 96
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{?]|\(\?|\\[1-9]")
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class LoraSettings:
     """The part of a PEFT LoraConfig that an adapter is computed with.
 
     bias: one of BIAS_KINDS. modules_to_save: ends of module names. token_indices: end of a module name, "" for the
-    input embedding → token ids of its trained rows, in the order of the rows.
+    input embedding → token ids of its trained rows, in the order of the rows. base_model: id of the model that it was
+    trained on, for people; "" if it has none, or a path: messages reach clients.
     """
 
     lora_rank: int
@@ -54,6 +57,7 @@ class LoraSettings:
     bias: str = "none"
     modules_to_save: tuple[str, ...] = ()
     token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    base_model: str = field(default="", compare=False)
 
     @property
     def num_patterns(self) -> int:
@@ -107,6 +111,7 @@ def parse_config(raw: bytes) -> LoraSettings:
         bias=_bias(config),
         modules_to_save=_names(config, "modules_to_save"),
         token_indices=_token_indices(config),
+        base_model=_base_model(config.get("base_model_name_or_path")),
     )
 
 
@@ -235,6 +240,10 @@ def _bias(config: Mapping[str, Any]) -> str:
     if kind not in BIAS_KINDS:
         raise _wrong("bias", kind, f"one of {', '.join(BIAS_KINDS)}")
     return str(kind)
+
+
+def _base_model(name: Any) -> str:
+    return name if isinstance(name, str) and len(name) <= _MAX_MODEL_ID and _MODEL_ID.fullmatch(name) else ""
 
 
 def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:

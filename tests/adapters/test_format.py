@@ -304,7 +304,36 @@ def test_a_pattern_above_the_limit_is_refused_with_its_module(tmp_path: Path, sh
 
 def test_tensors_of_another_rank_than_the_config_are_refused(adapter: Path, shapes: ModelShapes) -> None:
     edit_config(adapter, r=4)
-    assert "rank 8 in its tensors and 4 in adapter_config.json" in refusal(adapter, shapes).message
+    message = refusal(adapter, shapes).message
+    assert "rank 8 in its tensors and 4 in adapter_config.json" in message
+    assert "Take both files from one training run, or set r" in message
+
+
+NAMED_BASES: list[tuple[object, str]] = [
+    ("org/Base-1.5", " adapter_config.json names 'org/Base-1.5'."),
+    ("gpt2", " adapter_config.json names 'gpt2'."),
+    ("/home/someone/base", ""),
+    ("./base", ""),
+    ("~/base", ""),
+    ("a/b/base", ""),
+    ("C:\\base", ""),
+    ("org/..", ""),
+    ("a\nb", ""),
+    ("x" * 97, ""),
+    (None, ""),
+    (["org/base"], ""),
+]
+
+
+@pytest.mark.parametrize(("named", "told"), NAMED_BASES, ids=[repr(named)[:20] for named, _ in NAMED_BASES])
+def test_of_another_base_its_id_is_told_but_never_a_path(
+    adapter: Path, shapes: ModelShapes, named: object, told: str
+) -> None:
+    edit_config(adapter, base_model_name_or_path=named)
+    wider = {path: (2 * width, rows) for path, (width, rows) in shapes.items()}
+    assert refusal(adapter, ModelShapes(wider)).message.endswith(f"Was it trained on another base model?{told}")
+    rename(adapter, "model.layers", "other.layers")
+    assert refusal(adapter, shapes).message.endswith(f", or saved with other names?{told}")
 
 
 def test_an_adapter_of_a_wider_base_is_refused_with_both_shapes(tmp_path: Path, shapes: ModelShapes) -> None:
