@@ -55,6 +55,7 @@ class BatchLoRA:
 
     Raises:
         AdapterError: an adapter cannot be read or does not fit the model; the message names adapter and module.
+        TypeError: `adapters` is one adapter, not a list of them.
         ValueError: the model is of a kind that is not supported; the message says which.
         BuildError: there are no kernels for this GPU; the message says what to install.
     """
@@ -62,6 +63,8 @@ class BatchLoRA:
     def __init__(self, model: nn.Module, adapters: Sequence[Adapter]) -> None:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} has an encoder and a decoder; only decoders are supported")
+        if isinstance(adapters, str | Path | LoRAWeight | Mapping):  # a str would be read letter by letter
+            raise TypeError(f"adapters is one {type(adapters).__name__}; give a list, also of one: [adapter]")
         self.model = model
         modules = dict(model.named_modules())
         self._dtype, self._device = common_placement(modules)

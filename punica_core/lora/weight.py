@@ -13,7 +13,7 @@ from torch import Tensor
 from punica_core.adapters.files import CONFIG_NAME, WEIGHTS_NAME, SourceFile
 from punica_core.adapters.format import read_manifest
 from punica_core.adapters.locate import ref_of
-from punica_core.errors import AdapterUnsupported
+from punica_core.errors import AdapterTooLarge, AdapterUnsupported
 from punica_core.lora.weights import load_adapter
 from punica_core.ops.layout import MAX_RANK
 
@@ -62,8 +62,8 @@ class LoRAWeight:
             dtype: of the matrices.
 
         Raises:
-            AdapterError: the files are missing or damaged, use something that is not plain LoRA, or hold values that
-                are not finite in ``dtype``. The message names the fault.
+            AdapterError: the files are missing or damaged, use something that is not plain LoRA or a lora_rank above
+                256, or hold values that are not finite in ``dtype``. The message names the fault.
         """
         ref = ref_of(os.fspath(folder))
         if ref.packed:
@@ -78,6 +78,9 @@ class LoRAWeight:
                 f"it has {' and '.join(manifest.extras)}; LoRAWeight holds lora_A and lora_B of linear layers only."
             )
         modules = manifest.modules
+        for path, module in modules.items():
+            if module.lora_rank > MAX_RANK:
+                raise AdapterTooLarge(f"{path!r} has rank {module.lora_rank}; 1 to {MAX_RANK} are served.")
         shapes = {path: (module.in_features, module.out_features) for path, module in modules.items()}
         read = load_adapter(ref, shapes, dtype, MAX_RANK)
         return MappingProxyType(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from punica_core import BatchLoRA, LoRALinear, LoRAWeight
-from punica_core.errors import AdapterError, AdapterInvalid, AdapterMismatch, AdapterUnsupported
+from punica_core.errors import AdapterError, AdapterInvalid, AdapterMismatch, AdapterTooLarge, AdapterUnsupported
 from tests.support.peft_adapters import save_peft_adapter, tiny_llama
 from tests.support.peft_batch import prompts
 
@@ -165,6 +165,24 @@ Q = "model.layers.0.self_attn.q_proj"
 def test_adapters_that_do_not_fit_are_named(adapter: Any, error: type[AdapterError], message: str) -> None:
     with pytest.raises(error, match=message):
         BatchLoRA(tiny_llama(), [adapter])
+
+
+@pytest.mark.parametrize("adapters", ["ab", Path("ab"), {Q: weight()}, weight()], ids=lambda one: type(one).__name__)
+def test_one_adapter_in_the_place_of_a_list_is_refused(adapters: Any) -> None:
+    with pytest.raises(TypeError, match=rf"adapters is one {type(adapters).__name__}; give a list"):
+        BatchLoRA(tiny_llama(), adapters)
+    BatchLoRA(tiny_llama(), ({Q: weight()},))
+
+
+@pytest.mark.parametrize(("lora_rank", "served"), [(256, True), (257, False)])
+def test_too_high_a_rank_is_refused_without_a_word_of_the_server(tmp_path: Path, lora_rank: int, served: bool) -> None:
+    folder = save_peft_adapter(tmp_path / "a", tiny_llama(), r=lora_rank)
+    if served:
+        BatchLoRA(tiny_llama(), [folder])
+        return
+    with pytest.raises(AdapterTooLarge, match="has rank 257; 1 to 256 are served") as caught:
+        BatchLoRA(tiny_llama(), [folder])
+    assert "--" not in caught.value.message
 
 
 def test_an_adapter_of_another_base_is_named(tmp_path: Path, folders: list[Path]) -> None:
