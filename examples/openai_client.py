@@ -1,6 +1,6 @@
 """Asks the base model and the example adapters at once, with the official OpenAI SDK, and prints the answers side by
 side: `python examples/openai_client.py [--base-url URL] [--prompt TEXT]`. Needs `pip install openai`. The key, where
-the server asks for one, is that of the variable OPENAI_API_KEY.
+the server asks for one, is that of the variable OPENAI_API_KEY, or else PUNICA_API_KEY.
 
 The server computes all of these answers in the same batches. One of them is streamed to the screen as it is made.
 """
@@ -18,6 +18,7 @@ from openai.types import Model
 
 TEXT_WIDTH = 92
 PROMPT = "Hello, Greta here. Can I get nine sleeping bags delivered to Tunis?"
+KEYS = ("OPENAI_API_KEY", "PUNICA_API_KEY")
 ELSEWHERE = "The address of another server: --base-url http://127.0.0.1:PORT/v1"
 
 
@@ -80,13 +81,14 @@ async def main() -> None:
     except APIConnectionError:
         raise SystemExit(f"{args.base_url} does not answer. {ELSEWHERE}") from None
     except APIStatusError as error:
-        key = " Its key is read from the variable OPENAI_API_KEY." if error.status_code == 401 else ""
-        raise SystemExit(f"{args.base_url} refuses: {error}.{key} {ELSEWHERE}") from None
+        key = f" Its key is read from the variable {' or else '.join(KEYS)}." if error.status_code == 401 else ""
+        raise SystemExit(f"{args.base_url} refuses: {str(error).removesuffix('.')}.{key} {ELSEWHERE}") from None
 
 
 async def compare(base_url: str, prompt: str, max_tokens: int) -> None:
     """Asks all models of the server at once and prints their answers. Raises what the SDK does if it has no list."""
-    async with AsyncOpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    key = next((os.environ[name] for name in KEYS if os.environ.get(name)), "none")
+    async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
         names = base_first([model async for model in client.models.list()])
         print(f"> {prompt}\n")
         streamed = or_refusal(stream(client, names[-1], prompt, max_tokens))

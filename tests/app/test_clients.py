@@ -202,9 +202,9 @@ def test_the_node_sdk(url: str, node_folder: Path) -> None:
     }
 
 
-def told_by_example(base_url: str, key: str = "none") -> subprocess.CompletedProcess[str]:
+def told_by_example(base_url: str, **keys: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLE), "--base-url", base_url]
-    environment = os.environ | {"OPENAI_API_KEY": key}
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")} | keys
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -223,12 +223,16 @@ def test_the_example_tells_in_a_line_that_a_key_is_wanted(tmp_path: Path) -> Non
     chosen = Settings(model=str(model_dir), api_key="a-key-of-16-chars")
     reply = TOKENIZER.encode(ANSWER).ids
     with serving(chosen, lambda: FakeEngine(model_dir=str(model_dir), reply=lambda sequence: reply)) as address:
-        refused, answered = (told_by_example(f"{address}/v1", key) for key in ("none", "a-key-of-16-chars"))
-        elsewhere = told_by_example(address, "a-key-of-16-chars")
-    assert refused.returncode == 1
-    assert "OPENAI_API_KEY" in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert answered.returncode == 0, answered.stderr
-    assert ANSWER in answered.stdout
+        for wrong in ({}, {"OPENAI_API_KEY": "another", "PUNICA_API_KEY": "a-key-of-16-chars"}):
+            refused = told_by_example(f"{address}/v1", **wrong)
+            assert refused.returncode == 1
+            assert "OPENAI_API_KEY or else PUNICA_API_KEY" in refused.stderr
+            assert ".." not in refused.stderr
+            assert refused.stderr.count("\n") == 1
+        for name in ("OPENAI_API_KEY", "PUNICA_API_KEY"):
+            answered = told_by_example(f"{address}/v1", **{name: "a-key-of-16-chars"})
+            assert answered.returncode == 0, answered.stderr
+            assert ANSWER in answered.stdout
+        elsewhere = told_by_example(address, OPENAI_API_KEY="a-key-of-16-chars")
     assert "404" in elsewhere.stderr
     assert "OPENAI_API_KEY" not in elsewhere.stderr
