@@ -29,8 +29,16 @@ def is_model_path(model: str) -> bool:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ConfigError for an existing folder that holds no Hugging Face model."""
+    """Raises ConfigError for what is no folder, or none that holds a Hugging Face model."""
+    if not folder.is_dir():
+        raise ConfigError(f"model is {str(folder)!r}; there is no such folder.", param="model")
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{folder} is an adapter, not a base model; give the model that it was trained on. A server finds "
+                "adapters in the folder that --adapters names.",
+                param="model",
+            )
         raise ConfigError(f"{folder} has no config.json, so it is not a Hugging Face model folder.", param="model")
 
 

@@ -25,7 +25,9 @@ def ref_of(path: str) -> AdapterRef:
         raise AdapterInvalid(f"{path!r} is neither a folder nor a {SUFFIX} file.")
     config, weights = _stat(os.path.join(path, CONFIG_NAME)), _stat(os.path.join(path, WEIGHTS_NAME))
     if config is None:
-        raise AdapterInvalid(f"{path!r} has no {CONFIG_NAME}: it is not a folder that PEFT saved an adapter to.")
+        raise AdapterInvalid(
+            f"{path!r} has no {CONFIG_NAME}: it is not a folder that PEFT saved an adapter to.{_inside(path)}"
+        )
     if weights is None:
         if any(os.path.lexists(os.path.join(path, pickle)) for pickle in PICKLE_NAMES):
             raise AdapterUnsupported(f"{path!r} has pickled weights only. {CONVERT_PICKLE}")
@@ -33,6 +35,19 @@ def ref_of(path: str) -> AdapterRef:
     return AdapterRef(
         name=name, path=path, config_signature=signature_of(config), weights_signature=signature_of(weights)
     )
+
+
+def _inside(path: str) -> str:
+    """A hint for who has named the folder of all adapters."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return ""
+    paths = (os.path.join(path, name) for name in names)
+    one = next((p for p in paths if p.endswith(SUFFIX) or _stat(os.path.join(p, CONFIG_NAME))), None)
+    if one is None:
+        return ""
+    return f" There are adapters in it: name one, such as {one!r}, or look at all with `punica adapters list`."
 
 
 def _stat(path: str) -> os.stat_result | None:

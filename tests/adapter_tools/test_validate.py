@@ -135,6 +135,31 @@ def test_what_is_refused_says_why_and_what_was_found(tmp_path: Path, base: BaseF
     assert "neither a folder" in refusals(tmp_path / "nothing\0", None).reason
 
 
+@pytest.mark.parametrize("inside", [["a", "b"], ["b.punica"], ["empty"], []], ids=" ".join)
+def test_who_names_the_folder_of_all_adapters_is_told_so(tmp_path: Path, adapter: Path, inside: list[str]) -> None:
+    (parent := tmp_path / "all").mkdir()
+    for name in inside:
+        (parent / name).mkdir()
+        if len(name) == 1:
+            (parent / name / "adapter_config.json").write_text("{}")
+    reason = refusals(parent, None).reason
+    if inside in ([], ["empty"]):
+        assert "There are" not in reason
+    else:
+        assert f"There are adapters in it: name one, such as {str(parent / inside[0])!r}" in reason
+
+
+def test_what_is_no_base_model_is_called_what_it_is(tmp_path: Path, adapter: Path, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere'; there is no such folder"):
+        read_base(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="adapter is an adapter, not a base model"):
+        read_base(str(adapter))
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"adapter has no config\.json"):
+        read_base(str(adapter))
+    assert read_base(str(model_folder)).shapes
+
+
 def test_nan_and_overflow_are_found(base: BaseFolder, adapter: Path) -> None:
     name = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
     edit_tensors(adapter, lambda found: found | {name: found[name] + 1e9})
@@ -169,8 +194,9 @@ def test_the_base_is_built_from_its_config_alone(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(wrong)
         with pytest.raises(ConfigError):
             read_base(str(tmp_path))
+    (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        read_base(str(tmp_path / "nothing"))
+        read_base(str(tmp_path))
 
 
 def test_the_command_prints_text_or_json_and_exits_1_if_one_is_refused(
