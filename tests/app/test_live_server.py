@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -242,6 +243,44 @@ async def test_sigterm_does_not_wait_for_a_request_that_is_arriving(model_dir: P
         assert b"HTTP/1.1 503 " in refusal
         assert b'"code":"draining"' in refusal
         assert await server.exit_code() == 0
+
+
+def post(stream: bool) -> bytes:
+    body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 100, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def test_a_server_that_drains_says_so_only_behind_a_request_that_runs(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.01) as server:
+        address = server.url.removeprefix("http://").split(":")
+        (idle, idle_writer), (one, one_writer), (two, two_writer) = [
+            await asyncio.open_connection(*address) for _ in range(3)
+        ]
+        idle_writer.write(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert await idle.readline() == b"HTTP/1.1 200 OK\r\n"
+        one_writer.write(post(stream=True))
+        two_writer.write(post(stream=True) + post(stream=False) + b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        for reader in (one, two):
+            await reader.readuntil(b'"text":"a"')
+        server.process.send_signal(signal.SIGTERM)
+        await idle.read()  # until the server closes it
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+        one_writer.write(post(stream=True))
+        running_alone, with_more_behind = await asyncio.gather(one.read(), two.read())
+        for writer in (idle_writer, one_writer, two_writer):
+            writer.close()
+        assert await server.exit_code() == 0
+    assert b"[DONE]" in running_alone
+    assert b"HTTP/1.1" not in running_alone, "what came behind it after the signal is not answered"
+    ended, refused, ready = with_more_behind.split(b"HTTP/1.1 ")
+    assert b"[DONE]" in ended
+    assert refused.startswith(b"503 ")
+    assert b"retry-after: 1\r\n" in refused
+    assert b'"code":"draining"' in refused
+    assert ready.startswith(b"503 ")
+    assert b'"draining"' in ready
 
 
 async def test_a_port_in_use_is_known_before_the_model_is_loaded(model_dir: Path) -> None:
