@@ -158,7 +158,7 @@ class DirectoryListing:
                     stem = entry.name.removesuffix(SUFFIX)
                     if not is_part(stem):
                         continue
-                    kind = self._kind_of_link(path, stem, entry) if entry.is_symlink() else _kind(entry)
+                    kind = self._kind_of(path, stem, entry)
                     if kind == "folder":
                         folders.append(entry.name)
                     elif kind == "file" and stem != entry.name:
@@ -166,6 +166,14 @@ class DirectoryListing:
         except OSError as error:
             self._report(path, f"adapter folder %r cannot be listed: {error.strerror}")
         return folders, packed
+
+    def _kind_of(self, path: str, stem: str, entry: os.DirEntry[str]) -> str:
+        """That of an entry; "", and a word in the log, for one that cannot be looked at: it must hide no other."""
+        try:
+            return self._kind_of_link(path, stem, entry) if entry.is_symlink() else _kind(entry)
+        except OSError as error:
+            self._report(entry.path, f"%r in an adapter folder cannot be looked at: {error.strerror}")
+            return ""
 
     def _kind_of_link(self, path: str, stem: str, link: os.DirEntry[str]) -> str:
         """That of what it leads to, "" for what may not be looked at: it may also lead to where nobody answers."""

@@ -266,6 +266,16 @@ def test_a_file_that_links_out_of_the_directory_is_not_used(
         registry.resolve("A")
 
 
+def test_a_link_that_leads_nowhere_hides_no_other(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = AdapterRegistry(root, ()).names()
+    assert len(names) > 1
+    for place in ("0", "M", "zz"):
+        (root / place).symlink_to(place)
+    assert AdapterRegistry(root, ()).names() == names
+    assert [word for word in ("'0'", "'M'", "'zz'") if word in caplog.text] == ["'0'", "'M'", "'zz'"]
+    assert "Too many levels of symbolic links" in caplog.text
+
+
 def test_links_inside_the_directory_are_followed(registry: AdapterRegistry, root: Path) -> None:
     (root / "alias").symlink_to(root / "A")
     assert "alias" in registry.names()

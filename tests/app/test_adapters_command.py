@@ -136,6 +136,15 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(arguments: tuple
     assert unread(*arguments, buffered=buffered) == (141, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"], ids=["stdout", "all"])
+def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: Path) -> None:
+    code = f'"$0" -m app adapters list "$1" {closed}; exit $?'
+    done = subprocess.run(
+        ["bash", "-c", code, sys.executable, str(EXAMPLES)], stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_another_broken_pipe_is_an_error() -> None:
     code = (
         "from punica_core.stdout import until_unread\n"
