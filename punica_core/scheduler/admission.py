@@ -12,7 +12,8 @@ from punica_core.scheduler.step_builder import StepBuilder
 from punica_core.scheduler.waiting import WaitingQueue
 
 OVERTAKEN = frozenset({SkipReason.NO_BLOCKS, SkipReason.NO_TOKENS, SkipReason.PREFIX_COMPUTING})
-"""Why a sequence may be passed by those behind it while it is not overdue. One that needs an adapter always may."""
+"""Why a sequence may be passed by those behind it (`AdmissionPass.may_be_overtaken`). One that needs an adapter always
+may."""
 
 
 MAX_EARLY = 8
@@ -37,8 +38,17 @@ class AdmissionPass:
     num_early: int = 0
 
     def is_overdue(self, sequence: Sequence) -> bool:
-        """Whether nothing overtakes it, but while it waits for its adapter."""
+        """Whether nothing overtakes it, but while it waits for its adapter or for an older long prompt's tokens."""
         return sequence.goes_first or sequence.arrival <= self.overdue_since
+
+    def may_be_overtaken(self, sequence: Sequence, reason: SkipReason) -> bool:
+        """Whether those behind a sequence that does not start, for a reason of `OVERTAKEN`, have their turns."""
+        return reason is SkipReason.PREFIX_COMPUTING or not self.is_overdue(sequence)
+
+    def may_wait_for_tokens(self, sequence: Sequence) -> bool:
+        """Whether it rather waits for tokens that another one computes: when it is overdue only beside long prompts and
+        for an older one, and not if others made way for it."""
+        return not self.is_overdue(sequence) or (not sequence.goes_first and self.step.is_beside_long_ones(sequence))
 
     def is_too_early(self, sequence: Sequence, num_blocks: int, num_spare: int, residency: Residency) -> bool:
         """Whether a sequence is passed without asking for its adapter, which is not there, for it could not start if it

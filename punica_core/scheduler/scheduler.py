@@ -242,7 +242,7 @@ class Scheduler:
                 return stop
             reason = self._admit(sequence, turn)
             if reason in OVERTAKEN:
-                if turn.is_overdue(sequence):
+                if not turn.may_be_overtaken(sequence, reason):
                     return reason
                 turn.passed.append((sequence.adapter, reason))
         return None
@@ -254,7 +254,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, turn: AdmissionPass) -> SkipReason | None:
         """Start a waiting sequence, or say why not; then it is as it was before."""
-        if self._shared_prompts.is_awaited(sequence) and not turn.is_overdue(sequence):
+        only_for_older = turn.is_overdue(sequence)
+        if self._shared_prompts.is_awaited(sequence, only_for_older) and turn.may_wait_for_tokens(sequence):
             return SkipReason.PREFIX_COMPUTING
         num_blocks = self.limits.blocks_for(sequence.num_tokens)
         if turn.is_too_early(sequence, num_blocks, self._num_spare, self._residency):
@@ -284,12 +285,14 @@ class Scheduler:
         """Why a sequence that has its adapter, and needs `missing` blocks besides those found, does not start."""
         if missing + sum(map(self._pool.is_free, match.block_ids)) > self._num_spare:
             return SkipReason.NO_BLOCKS
-        if turn.step.room_for(sequence, match.num_tokens) == 0:
+        has_room = turn.step.room_for(sequence, match.num_tokens) > 0
+        if not has_room and not turn.step.is_beside_long_ones(sequence):
             return SkipReason.NO_TOKENS
-        is_due = turn.is_overdue(sequence) and not turn.step.is_beside_long_ones(sequence)
-        if self._reads_cache(sequence) and not is_due and self._shared_prompts.should_wait(sequence, match.num_tokens):
-            return SkipReason.PREFIX_COMPUTING
-        return None
+        if self._reads_cache(sequence) and turn.may_wait_for_tokens(sequence):
+            only_for_older = turn.is_overdue(sequence)
+            if self._shared_prompts.should_wait(sequence, match.num_tokens, only_for_older):
+                return SkipReason.PREFIX_COMPUTING
+        return None if has_room else SkipReason.NO_TOKENS
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepBuilder) -> None:
         self._waiting.remove(sequence)

@@ -29,24 +29,27 @@ class SharedPrompts:
             if not any(_computes(sequence, sequence.num_prompt) for sequence in sequences):
                 del self._computing[key]
 
-    def is_awaited(self, sequence: Sequence) -> bool:
+    def is_awaited(self, sequence: Sequence, only_for_older: bool) -> bool:
         """Whether `should_wait` was true and what it was about is still being computed."""
         if sequence.follows is None:
             return False
         leader, num_tokens = sequence.follows
         if not _computes(leader, num_tokens):
             sequence.follows = None
-        return sequence.follows is not None
+        return sequence.follows is not None and not (only_for_older and leader.serial > sequence.serial)
 
-    def should_wait(self, sequence: Sequence, num_found: int) -> bool:
+    def should_wait(self, sequence: Sequence, num_found: int, only_for_older: bool) -> bool:
         """Whether another sequence computes at least half of what this one would have to, of whose tokens the first
-        `num_found` are in the cache. It has its adapter, or has none."""
+        `num_found` are in the cache. It has its adapter, or has none. only_for_older: one that arrived later does not
+        count."""
         half_way = (num_found + sequence.num_tokens + 1) // 2
         num_shared = -(-half_way // self._block_size) * self._block_size
         if num_shared >= sequence.num_tokens:
             return False
         beginning = sequence.token_ids[:num_shared]
         for leader in self._computing.get((sequence.adapter_key, sequence.tenant), ()):
+            if only_for_older and leader.serial > sequence.serial:
+                continue
             if _computes(leader, num_shared) and leader.token_ids[:num_shared] == beginning:
                 sequence.follows = leader, num_shared
                 return True

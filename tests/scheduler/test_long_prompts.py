@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from punica_core.config import EngineConfig
 from punica_core.scheduler import long_prompts
+from punica_core.scheduler.admission import AdmissionPass
 from punica_core.scheduler.long_prompts import LongPrompts
 from punica_core.scheduler.pacing import Pacer, StepSizes
 from punica_core.scheduler.plan import SkipReason, StepPlan
 from punica_core.scheduler.scheduler import Scheduler
 from punica_core.scheduler.sequence import Sequence
+from punica_core.scheduler.shared_prompts import SharedPrompts
 from punica_core.scheduler.step_builder import StepBuilder
 from tests.support.residency import adapter_ref
 from tests.support.scheduling import BLOCK_SIZE, Rig, expected_tokens, make_rig, new_sequence
@@ -280,3 +283,61 @@ def test_they_would_be_computed_twice_else(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(long_prompts._Step, "is_beside_long_ones", StepBuilder.is_beside_long_ones)
     with pytest.raises(AssertionError):
         test_equal_long_prompts_are_computed_once()
+
+
+def chat_beside_equal_ones(num_shared: int, **options: object) -> Rig:
+    """Two long prompts that begin alike, requests 0 and 1, are computed beside a stream until the second is overdue.
+    Then a chat arrives, request 2."""
+    rig = rig_of(prefix_cache=True, overtake_limit=0.15, **options)
+    rig.add(new_sequence(9, prompt=3, max_tokens=100))
+    rig.step()
+    first = [i % 40 for i in range(LONG)]
+    rig.add(new_sequence(0, first, max_tokens=1))
+    rig.add(new_sequence(1, [*first[:num_shared], *range(LONG - num_shared)], max_tokens=1))
+    for _ in range(4):
+        rig.step()
+    assert rig.scheduler.waiting_by_reason == {SkipReason.PREFIX_COMPUTING: 1}
+    rig.add(new_sequence(2, prompt=10, max_tokens=1))
+    return rig
+
+
+@pytest.mark.parametrize("max_started", [1, 3])
+@pytest.mark.parametrize("num_shared", [LONG // 2, LONG])
+def test_short_ones_do_not_wait_behind_one_that_waits_for_an_equal_one(num_shared: int, max_started: int) -> None:
+    """Two choices of one request, or one document that is asked about twice."""
+    rig = chat_beside_equal_ones(num_shared, policy=replace(POLICY, max_started=max_started))
+    assert counts(rig.step()) == {9: 1, 0: PIECE, 2: 10}
+    first = {i: steps_until_first_token(rig, i) for i in (0, 1)}
+    assert first[1] <= (LONG - num_shared) // PIECE + 1, "it found nothing, or waits on"
+
+
+def test_they_would_wait_behind_it_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdmissionPass, "may_be_overtaken", lambda turn, sequence, reason: not turn.is_overdue(sequence))
+    rig = chat_beside_equal_ones(LONG)
+    assert counts(rig.step()) == {9: 1, 0: PIECE}
+
+
+def beside_a_newer_one_that_begins_alike() -> Rig:
+    """A long prompt, request 1, is passed by a shorter one of the same beginning, request 2, and is overdue then."""
+    rig = rig_of(prefix_cache=True, overtake_limit=0.15)
+    rig.add(new_sequence(9, prompt=3, max_tokens=100), new_sequence(0, [1] * LONG, max_tokens=1))
+    rig.step()
+    prompt = [i % 40 for i in range(LONG)]
+    rig.add(new_sequence(1, prompt, max_tokens=1), new_sequence(2, prompt[: LONG - 80], max_tokens=1))
+    rig.step()
+    assert 1 not in rig.started
+    assert 2 in rig.started
+    for _ in range(2):
+        rig.step()
+    return rig
+
+
+def test_an_overdue_one_waits_for_older_ones_only() -> None:
+    """Newer ones could come again and again."""
+    assert 1 in beside_a_newer_one_that_begins_alike().started
+
+
+def test_it_would_wait_for_newer_ones_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    should_wait = SharedPrompts.should_wait
+    monkeypatch.setattr(SharedPrompts, "should_wait", lambda *args: should_wait(*args[:-1], False))
+    assert 1 not in beside_a_newer_one_that_begins_alike().started

@@ -313,11 +313,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         """Within a tenant: nothing passes an overdue sequence unless that one waits for its adapter, and nothing
         pins another adapter past one that has waited its limit for room, too, and still has none. Those for which
-        others made way may."""
+        others made way may, and so may any while an older long prompt computes the tokens of an overdue one."""
         for newer in set(started).difference(self.first):
             passed = {s for s in waiting if s.status is Status.WAITING and s.serial < newer.serial}
             passed = {sequence for sequence in passed if sequence.tenant == newer.tenant}
-            assert not any(s.adapter is None for s in passed.intersection(overdue)), "an overdue sequence was passed"
+            for sequence in passed.intersection(overdue):
+                assert sequence.adapter is not None or self._follows_an_older_one(sequence), (
+                    "an overdue sequence was passed"
+                )
             if newer.adapter is not None:
                 for sequence in passed.intersection(insisting):
                     assert sequence.adapter == newer.adapter or not self._asked_for_room(sequence), "room was taken"
@@ -342,6 +345,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sum(row.count for row in cut) <= MAX_SERVED * self.long_prompts.piece, (
                 "streams wait for a long prompt"
             )
+
+    def _follows_an_older_one(self, sequence: Sequence) -> bool:
+        """Whether this is a long prompt that waits for what an older one computes. It may have been preempted since."""
+        if self.long_prompts is None or not self.long_prompts.is_long(sequence.num_tokens) or sequence.follows is None:
+            return False
+        leader, _num_tokens = sequence.follows
+        return leader.serial < sequence.serial and leader.status is not Status.FINISHED
 
     def _asked_for_room(self, sequence: Sequence) -> bool:
         """Whether this waiting sequence was refused room in the last pass: one sequence an adapter asks, the oldest of
