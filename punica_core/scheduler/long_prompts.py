@@ -59,7 +59,7 @@ class _Step(StepBuilder):
         self._max_started = min(policy.max_started, (limits.max_num_seqs + 1) // 2)
         self._overdue_since = overdue_since
         self._somebody_waits = False
-        self._long = [s for s in running if _num_left(s) > 1 and policy.is_long(s.num_tokens - s.cached_tokens)]
+        self._long = [s for s in running if _num_left(s) > 1 and policy.is_long(s.num_tokens - s.num_found)]
 
     def is_beside_long_ones(self, sequence: Sequence) -> bool:
         return bool(self._long) and self._policy.is_long(sequence.num_tokens)

@@ -31,6 +31,7 @@ class Sequence:
     token_ids: the prompt, then every generated token; num_computed of them have KV in `block_table`.
     Prefill and decode are descriptions, not phases: num_computed < num_prompt, or one token behind the end.
 
+    num_found: how many of them were in the prefix cache when it was last started; cached_tokens: when it was first.
     num_scheduled: tokens that are computed or that a step in flight computes. As many as there are in token_ids (or
     one more, while two steps are in flight): the next token is being sampled.
     in_flight: number of plans not yet updated that have a row of it; they use its blocks and its adapter, so these
@@ -49,6 +50,7 @@ class Sequence:
     arrival: float
     token_ids: list[int]
     num_computed: int = 0
+    num_found: int = 0
     num_scheduled: int = 0
     block_table: tuple[int, ...] = ()
     status: Status = Status.WAITING
@@ -131,11 +133,11 @@ class Sequence:
     def adapter_key(self) -> str:
         return self.grant.adapter_key if self.grant else ""
 
-    def begin(self, num_computed: int) -> None:
+    def begin(self, num_found: int) -> None:
         """It runs from now on, and so many tokens need not be computed."""
         self.status = Status.RUNNING
         self.no_room_since = None
-        self.num_computed = self.num_scheduled = num_computed
+        self.num_found = self.num_computed = self.num_scheduled = num_found
 
     def begin_again(self) -> None:
         """It waits again, with all its tokens and none of their KV."""

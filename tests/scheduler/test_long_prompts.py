@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from punica_core.config import EngineConfig
+from punica_core.kv.prefix_cache import PrefixMatch
 from punica_core.scheduler import long_prompts
 from punica_core.scheduler.admission import AdmissionPass
 from punica_core.scheduler.long_prompts import LongPrompts
@@ -341,3 +342,35 @@ def test_it_would_wait_for_newer_ones_else(monkeypatch: pytest.MonkeyPatch) -> N
     should_wait = SharedPrompts.should_wait
     monkeypatch.setattr(SharedPrompts, "should_wait", lambda *args: should_wait(*args[:-1], False))
     assert 1 not in beside_a_newer_one_that_begins_alike().started
+
+
+class LosesPrefixes(Scheduler):
+    """What a sequence found in the cache is not there any more when it starts again."""
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        return PrefixMatch() if sequence.admissions else super()._match(sequence)
+
+
+def preempted_without_its_beginning() -> Rig:
+    """Request 1, which had found most of its tokens, computes all of them beside a stream and newer long prompts."""
+    rig = rig_of(prefix_cache=True, scheduler_type=LosesPrefixes)
+    prompt = [i % 40 for i in range(LONG)]
+    rig.add(new_sequence(0, prompt[:-20], max_tokens=1))
+    rig.run()
+    rig.add(new_sequence(1, prompt, max_tokens=3), new_sequence(9, prompt=3, max_tokens=100))
+    rig.step()
+    rig.scheduler._preempt(next(iter(rig.scheduler._running)), StepBuilder(rig.limits))
+    rig.add(*(new_sequence(2 + i, prompt=LONG - 40 * i, max_tokens=1) for i in range(1, 4)))
+    assert counts(rig.step())[1] == PIECE
+    return rig
+
+
+def test_the_oldest_gets_its_pieces_also_after_what_it_had_found_is_gone() -> None:
+    rig = preempted_without_its_beginning()
+    assert {counts(rig.step()).get(1, 0) for _ in range(10)} == {PIECE}
+
+
+def test_by_what_it_had_found_it_would_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sequence, "num_found", property(lambda s: s.cached_tokens, lambda s, value: None))
+    rig = preempted_without_its_beginning()
+    assert {counts(rig.step()).get(1, 0) for _ in range(10)} == {0}

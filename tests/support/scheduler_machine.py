@@ -339,9 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(prompts) <= (STEP_SIZES.max_prompts or 0), "streams wait for too many prompts"
         if self.long_prompts is not None and has_stream:
             is_long = self.long_prompts.is_long
-            cut = [
-                row for row in old if not row.samples and is_long(row.sequence.num_tokens - row.sequence.cached_tokens)
-            ]
+            cut = [row for row in old if not row.samples and is_long(row.sequence.num_tokens - row.sequence.num_found)]
             assert sum(row.count for row in cut) <= MAX_SERVED * self.long_prompts.piece, (
                 "streams wait for a long prompt"
             )
