@@ -19,9 +19,9 @@ MAX_SERVED = 2
 class LongPrompts:
     """Which prompts are cut in pieces, and how. All others join steps as if there were no such thing.
 
-    min_tokens: a prompt with so many tokens to compute is long. piece: most tokens of it in a step that somebody else
-    waits for. max_started: most long prompts that run before they are through, and no more than half of the seats are
-    theirs: each holds its KV blocks.
+    min_tokens: a prompt with so many tokens to compute is long; those that were generated before a preemption count.
+    piece: most tokens of it in a step that somebody else waits for. max_started: most long prompts that run before they
+    are through, and no more than half of the seats are theirs: each holds its KV blocks.
     """
 
     min_tokens: int = 257

@@ -72,22 +72,22 @@ def test_only_a_cpu_cuts_them_and_only_if_it_may() -> None:
     assert LongPrompts.of(EngineConfig(model="m", target_step_ms=0), "cpu") is None
 
 
-def random_load(rig: Rig, seed: int, longest: int) -> None:
-    """Prompts of at most so many tokens, of two tenants, with and without adapters, that arrive and run."""
+def random_load(rig: Rig, seed: int, longest: int, generated: int = 12) -> None:
+    """Prompts and outputs of at most so many tokens, of two tenants, with and without adapters, that arrive and run."""
     generator = random.Random(seed)
     for request_id in range(40):
         prompt = [generator.randrange(3) for _ in range(generator.randint(1, longest))]
         adapter = adapter_ref(generator.choice("abc")) if generator.random() < 0.5 else None
         tenant = generator.choice(["", "t"])
-        max_tokens = generator.randint(1, 12)
+        max_tokens = generator.randint(1, generated)
         rig.add(new_sequence(request_id, prompt, max_tokens=max_tokens, adapter=adapter, tenant=tenant))
         for _ in range(generator.randint(0, 2)):
             rig.step()
     rig.run()
 
 
-def tight_rig(policy: LongPrompts | None, **options: object) -> Rig:
-    return rig_of(policy, num_blocks=120, max_num_seqs=6, load_steps=1, prefix_cache=True, **options)
+def tight_rig(policy: LongPrompts | None, num_blocks: int = 120, **options: object) -> Rig:
+    return rig_of(policy, num_blocks=num_blocks, max_num_seqs=6, load_steps=1, prefix_cache=True, **options)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -109,6 +109,25 @@ def test_where_no_prompt_is_long_plans_are_the_same(seed: int) -> None:
         random_load(rig, seed, SHORT)
     assert rows(plain) == rows(cut)
     assert rows(plain) != rows(shorter), "the case is too easy"
+
+
+def crowded(policy: LongPrompts | None, seed: int, longest: int) -> Rig:
+    """So few blocks that sequences are preempted."""
+    rig = tight_rig(policy, num_blocks=20)
+    random_load(rig, seed, longest, generated=24)
+    assert rig.scheduler.counters.preemptions, "the case is too easy"
+    return rig
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nor_does_a_preemption_matter_where_prompt_and_output_are_short(seed: int) -> None:
+    assert rows(crowded(None, seed, SHORT - 24)) == rows(crowded(POLICY, seed, SHORT - 24))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_generated_tokens_that_are_computed_again_count(seed: int) -> None:
+    """No prompt is long, but some are with their output."""
+    assert rows(crowded(None, seed, SHORT)) != rows(crowded(POLICY, seed, SHORT))
 
 
 # Beside a long prompt.
