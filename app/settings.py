@@ -70,7 +70,9 @@ class Settings:
     max_num_seqs: int = _key(64, "most sequences in one step")
     max_num_batched_tokens: int = _key(512, "token budget of one step; longer prompts are prefilled in chunks")
     target_step_ms: float = _key(
-        30.0, "on a GPU, ms that a step should take while others stream; prompts are cut to fit; 0: never, nor on a CPU"
+        30.0,
+        "milliseconds that a step should take at most while others stream: on a GPU prompts are cut to fit them; on a "
+        "CPU any value above 0 has long prompts cut in pieces of a fixed size; 0 turns either off",
     )
     lora: bool = _key(True, "serve adapters; without, the base model alone gets all memory")
     max_lora_rank: int = _key(256, "adapters of a higher rank are refused; on a GPU it sizes a step's scratch memory")

@@ -54,8 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: longest sequence (prompt + output) in tokens; 0 takes the model's own limit.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step; a longer prompt is prefilled in chunks.
-    target_step_ms: on a GPU, how long a step with streams should take at most, in milliseconds; prompts join it in
-    chunks that fit. 0: as many tokens as the budget has. On a CPU only 0 matters: long prompts are not cut then.
+    target_step_ms: milliseconds that a step should take at most while others stream: on a GPU prompts are cut to fit
+    them; on a CPU any value above 0 has long prompts cut in pieces of a fixed size; 0 turns either off.
     lora: serve adapters; False refuses them and spends no memory or graphs on them.
     max_lora_rank: admission limit; on a GPU the scratch memory of a step is sized by it, else nothing is.
     adapter_host_bytes / adapter_gpu_bytes: byte budgets of the two adapter tiers; 0 sizes them from free memory.
