@@ -4,7 +4,7 @@
 
 Asks the first model that the server lists for completions of random token ids, so that nothing is in its prefix cache:
 the long prompt alone, beside a short one that is sent a second later, and beside streams that run already. Prints
-seconds: medians, and all values in order.
+seconds: medians, and all values in order; then the seed of the prompts, another one in every run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import secrets
 import statistics
 import sys
 import time
@@ -31,6 +32,10 @@ SHORT_TOKENS = 32
 STREAMS = 4
 STREAM_TOKENS = 16
 ANSWER_TOKENS = 4
+
+
+class RequestFailed(Exception):
+    """A request was not answered, so there are no figures."""
 
 
 class Client:
@@ -86,10 +91,10 @@ class Client:
 
 
 async def checked(task: asyncio.Task[Outcome]) -> Outcome:
-    """The outcome of a request that must have been answered."""
+    """The outcome of a request. Raises `RequestFailed` if it was not answered."""
     outcome = await task
     if outcome.error:
-        raise RuntimeError(f"a request failed: {outcome.error}")
+        raise RequestFailed(f"a request failed: {outcome.error}")
     return outcome
 
 
@@ -104,9 +109,14 @@ def _longest_gap(times: Sequence[Sequence[float]], begin: float, end: float) -> 
 
 
 async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """All cases, `repeats` times in turns, after one short request that is not counted."""
+    """All cases, `repeats` times in turns, after one short request that is not counted.
+
+    Raises ValueError or an `httpx.HTTPError` if the server cannot be used, `RequestFailed` if it does not answer.
+    """
     async with httpx.AsyncClient(base_url=options.base_url, timeout=600.0, trust_env=False) as http:
         listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
+        if not listed:
+            raise ValueError(f"{options.base_url}/v1/models lists no models.")
         client = Client(http, listed[0]["id"], options.tokens, options.seed)
         await checked(client.ask(SHORT_TOKENS))
         for _ in range(options.repeats):
@@ -117,7 +127,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each figure."""
+    """Print a line for each figure. Exit codes: 0 all requests completed, 1 one did not, 2 no usable server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--tokens", type=int, default=3000, help="length of the long prompt")
@@ -125,12 +135,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay", type=float, default=1.0, help="seconds between the long prompt and the short one")
     parser.add_argument("--solo-seconds", type=float, default=4.0, help="of the streams before the long prompt arrives")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the prompts; another one for a server that has seen them"
+        "--seed",
+        type=int,
+        help="of the prompts, to repeat them (default: a new one, whose prompts no server has cached)",
     )
+    parser.add_argument("--allow-remote", action="store_true", help="allow a server that is not on this machine")
     options = parser.parse_args(arguments)
-    check_loopback(options.base_url)
-    for name, values in asyncio.run(measure(options)).items():
+    if options.seed is None:
+        options.seed = secrets.randbits(48)
+    try:
+        if not options.allow_remote:
+            check_loopback(options.base_url)
+        figures = asyncio.run(measure(options))
+    except RequestFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        return 2
+    for name, values in figures.items():
         print(f"{name}: {statistics.median(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})")
+    print(f"seed: {options.seed}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,13 +16,16 @@ from tests.load_tests.test_load import WHOLE
 
 class Handler(BaseHTTPRequestHandler):
     asked: list[tuple[int, int]]
+    prompts: list[list[int]]
+    models: list[dict[str, str]]
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "m"}]}).encode())
+        self._send(json.dumps({"data": self.models}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append((len(body["prompt"]), body["max_tokens"]))
+        self.prompts.append(body["prompt"])
         self._send(b"".join(WHOLE) if len(body["prompt"]) != 13 else b"data: cut")
 
     def _send(self, body: bytes) -> None:
@@ -36,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    Handler.asked = []
+    Handler.asked, Handler.prompts, Handler.models = [], [], [{"id": "m"}]
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -55,18 +59,52 @@ def test_every_case_is_asked_and_told(server: ThreadingHTTPServer, capsys: pytes
     turn = [short, long, long, short, *[stream] * 4, long]
     assert Handler.asked == [short, *turn, *turn]
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert lines[2].startswith("short prompt, 0.01 s after a long one: first token: ")
 
 
-def test_an_answer_that_breaks_off_is_no_figure(server: ThreadingHTTPServer) -> None:
-    with pytest.raises(RuntimeError, match="truncated"):
-        long_prompt.main(flags(server, 13))
+def test_no_two_runs_send_the_same_prompts_unless_told_to(
+    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a server has in its prefix cache is no long prompt any more."""
+    runs = []
+    for again in ([], [], ["--seed"]):
+        Handler.prompts = []
+        seed = capsys.readouterr().out.splitlines()[-1].removeprefix("seed: ") if again else ""
+        assert long_prompt.main([*flags(server, 70), *again, *filter(None, [seed])]) == 0
+        runs.append(sorted(Handler.prompts))
+    assert not {*map(tuple, runs[0])} & {*map(tuple, runs[1])}
+    assert runs[1] == runs[2]
 
 
-def test_another_machine_is_not_asked() -> None:
-    with pytest.raises(ValueError, match="loopback"):
-        long_prompt.main(["--base-url", "http://a.b"])
+def test_an_answer_that_breaks_off_is_no_figure(
+    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert long_prompt.main(flags(server, 13)) == 1
+    assert capsys.readouterr() == ("", "error: a request failed: truncated\n")
+
+
+def test_a_server_that_serves_nothing_cannot_be_used(
+    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.models = []
+    assert long_prompt.main(flags(server, 70)) == 2
+    assert "lists no models" in capsys.readouterr().err
+
+
+def test_no_server_and_no_address_are_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens
+        assert long_prompt.main(["--base-url", f"http://127.0.0.1:{held.getsockname()[1]}"]) == 2
+    assert long_prompt.main(["--base-url", "localhost:8000"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert [line[:7] for line in err.splitlines()] == ["error: "] * 2
+
+
+def test_another_machine_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_prompt.main(["--base-url", "http://a.b"]) == 2
+    assert "--allow-remote" in capsys.readouterr().err
 
 
 def test_figures_are_of_the_time_in_which_the_long_prompt_is_computed() -> None:
