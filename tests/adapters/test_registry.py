@@ -15,7 +15,6 @@ import pytest
 from punica_core.adapters import listing as listing_module
 from punica_core.adapters.listing import FULL_LISTING_SECONDS, LISTING_SECONDS
 from punica_core.adapters.registry import AdapterRegistry
-from punica_core.adapters.served_names import close_matches
 from punica_core.errors import AdapterInvalid, AdapterUnsupported, ModelNotFound
 
 
@@ -229,14 +228,6 @@ def test_a_deleted_adapter_is_not_its_own_correction(
     with pytest.raises(ModelNotFound) as caught:
         registry.resolve(deleted)
     assert caught.value.message == f"The model {deleted!r} does not exist.{hint or ''}"
-
-
-def test_close_matches_of_many_names_look_at_the_neighbours() -> None:
-    names = tuple(f"adapter-{index:05d}" for index in range(20_000))
-    matches = close_matches("adapter-1234S", names)
-    assert len(matches) == 3
-    assert all(match.startswith("adapter-123") for match in matches)
-    assert close_matches("zzz", names) == []
 
 
 def test_a_folder_named_as_the_base_model_loses(registry: AdapterRegistry, caplog: pytest.LogCaptureFixture) -> None:
