@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from punica_core.adapters.names import TensorName, TensorRole, classify, method_of, parse_name
-from punica_core.adapters.served_names import close_matches
 
 Q = "model.layers.0.self_attn.q_proj"
 NAMES: dict[str, tuple[str, TensorRole, str]] = {
@@ -55,11 +54,3 @@ def test_other_methods_are_known_by_their_tensors() -> None:
     assert method_of(f"{Q}.hada_w1_a") == "LoHa"
     assert method_of(f"{Q}.lora_E") == "AdaLoRA"
     assert method_of(f"{Q}.lora_A.weight") == ""
-
-
-def test_close_matches_of_many_names_look_at_the_neighbours() -> None:
-    names = tuple(f"adapter-{index:05d}" for index in range(20_000))
-    matches = close_matches("adapter-1234S", names)
-    assert len(matches) == 3
-    assert all(match.startswith("adapter-123") for match in matches)
-    assert close_matches("zzz", names) == []
