@@ -39,7 +39,7 @@ class AdmissionPass:
 
     def is_overdue(self, sequence: Sequence) -> bool:
         """Whether nothing overtakes it, but while it waits for its adapter or for an older long prompt's tokens."""
-        return sequence.goes_first or sequence.arrival <= self.overdue_since
+        return sequence.is_overdue(self.overdue_since)
 
     def may_be_overtaken(self, sequence: Sequence, reason: SkipReason) -> bool:
         """Whether those behind a sequence that does not start, for a reason of `OVERTAKEN`, have their turns."""

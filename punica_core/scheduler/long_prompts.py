@@ -79,8 +79,7 @@ class _Step(StepBuilder):
             return 0
         if all(num_left < _num_left(other) for other in self._long):
             return piece
-        is_overdue = sequence.goes_first or sequence.arrival <= self._overdue_since
-        return min(piece, self._block_size) if is_overdue else 0
+        return min(piece, self._block_size) if sequence.is_overdue(self._overdue_since) else 0
 
     def add(self, sequence: Sequence, count: int) -> None:
         super().add(sequence, count)

@@ -133,6 +133,10 @@ class Sequence:
     def adapter_key(self) -> str:
         return self.grant.adapter_key if self.grant else ""
 
+    def is_overdue(self, since: float) -> bool:
+        """Whether it has waited since that time, or others made way for it: nothing overtakes it then."""
+        return self.goes_first or self.arrival <= since
+
     def begin(self, num_found: int) -> None:
         """It runs from now on, and so many tokens need not be computed."""
         self.status = Status.RUNNING
