@@ -4,56 +4,42 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from load_tests import long_prompt
 from tests.load_tests.test_load import WHOLE
+from tests.support.stub_server import StubHandler, serving
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(StubHandler):
     asked: list[tuple[int, int]]
     prompts: list[list[int]]
     models: list[dict[str, str]]
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": self.models}).encode())
+        self.send(json.dumps({"data": self.models}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append((len(body["prompt"]), body["max_tokens"]))
         self.prompts.append(body["prompt"])
-        self._send(b"".join(WHOLE) if len(body["prompt"]) != 13 else b"data: cut")
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.send(b"".join(WHOLE) if len(body["prompt"]) != 13 else b"data: cut")
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
+def server() -> Iterator[str]:
     Handler.asked, Handler.prompts, Handler.models = [], [], [{"id": "m"}]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
+    with serving(Handler) as url:
+        yield url
 
 
-def flags(server: ThreadingHTTPServer, tokens: int) -> list[str]:
-    url = f"http://127.0.0.1:{server.server_port}"
-    return ["--base-url", url, "--tokens", str(tokens), "--repeats", "2", "--delay", "0.01", "--solo-seconds", "0.1"]
+def flags(server: str, tokens: int) -> list[str]:
+    return ["--base-url", server, "--tokens", str(tokens), "--repeats", "2", "--delay", "0.01", "--solo-seconds", "0.1"]
 
 
-def test_every_case_is_asked_and_told(server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_is_asked_and_told(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert long_prompt.main(flags(server, 70)) == 0
     short, long, stream = (32, 4), (70, 4), (16, 70)
     turn = [short, long, long, short, *[stream] * 4, long]
@@ -63,9 +49,7 @@ def test_every_case_is_asked_and_told(server: ThreadingHTTPServer, capsys: pytes
     assert lines[2].startswith("short prompt, 0.01 s after a long one: first token: ")
 
 
-def test_no_two_runs_send_the_same_prompts_unless_told_to(
-    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_two_runs_send_the_same_prompts_unless_told_to(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What a server has in its prefix cache is no long prompt any more."""
     runs = []
     for again in ([], [], ["--seed"]):
@@ -77,16 +61,12 @@ def test_no_two_runs_send_the_same_prompts_unless_told_to(
     assert runs[1] == runs[2]
 
 
-def test_an_answer_that_breaks_off_is_no_figure(
-    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_breaks_off_is_no_figure(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert long_prompt.main(flags(server, 13)) == 1
     assert capsys.readouterr() == ("", "error: a request failed: truncated\n")
 
 
-def test_a_server_that_serves_nothing_cannot_be_used(
-    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_serves_nothing_cannot_be_used(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     Handler.models = []
     assert long_prompt.main(flags(server, 70)) == 2
     assert "lists no models" in capsys.readouterr().err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -23,6 +21,7 @@ from app.bench.summary import summarize
 from punica_core.bench.latency import percentiles
 from punica_core.bench.workload import PlannedRequest
 from tests.load_tests.test_load import WHOLE
+from tests.support.stub_server import StubHandler, serving
 
 
 def outcome(planned: float, arrivals: list[float], tokens: int, error: str = "", model: str = "a") -> Outcome:
@@ -135,37 +134,23 @@ def test_the_report_has_the_seed_that_repeats_its_prompts() -> None:
     assert plans[0] == plans[1]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(StubHandler):
     def do_GET(self) -> None:
         listed = [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}, {"id": "b", "parent": "m"}]
-        self._send(json.dumps({"data": listed}).encode(), "application/json")
+        self.send(json.dumps({"data": listed}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if body["model"] == "missing":
             self.send_error(404)
         else:
-            self._send(b"".join(WHOLE), "text/event-stream")
-
-    def _send(self, body: bytes, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+            self.send(b"".join(WHOLE), "text/event-stream")
 
 
 @pytest.fixture
 def server_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(Handler) as url:
+        yield url
 
 
 def serve(*flags: str) -> int:
