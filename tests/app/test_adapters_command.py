@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from app import adapters_command, cli
 from punica_core.adapters.report import NO_BASE
+from tests.support.unread import unread
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 
@@ -102,24 +102,6 @@ def test_validate_runs_from_the_command_line() -> None:
     (report,) = json.loads(done.stdout)
     assert report["verdict"] == NO_BASE
     assert len(report["adapter_key"]) == 64
-
-
-def unread(*arguments: str, buffered: bool) -> tuple[int, str]:
-    """Exit code and stderr of a command whose output nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
-    with open(writer, "w") as lost:
-        done = subprocess.run(
-            [sys.executable, "-m", "app", *arguments],
-            stdout=lost,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-            env=environment,
-        )
-    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
 from app.bench.command import WORKER_BENCHMARKS
+from tests.support.unread import unread
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,10 +62,4 @@ def test_an_unknown_benchmark_is_an_error_that_names_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", WORKER_BENCHMARKS)
 def test_output_of_the_workers_benchmarks_may_lose_its_reader(name: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "app", "bench", name, "--help"]
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    with open(writer, "w") as lost:
-        done = subprocess.run(command, stdout=lost, stderr=subprocess.PIPE, text=True, env=buffered)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert unread("bench", name, "--help", buffered=True) == (141, "")
