@@ -1,4 +1,4 @@
-"""Ending as other programs do when nobody reads any more what they print: `punica adapters list FOLDER | head`."""
+"""Printing as other programs do where nobody reads any more (`punica adapters list FOLDER | head`), or ever (`>&-`)."""
 
 from __future__ import annotations
 
